@@ -1,0 +1,1 @@
+"""dtorch: one program drives many devices, in plain PyTorch."""
