@@ -1,0 +1,63 @@
+# Every target makes what it needs: `make demo` on a fresh clone is enough.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test check format bench docs conformance device clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         train a small GPT over 2 CPU executors: data-parallel, then tensor-parallel"
+	@echo "make test         all tests (PYTEST_ARGS='-k ring' for some of them)"
+	@echo "make check        ruff, pyright, import-linter: what CI checks besides the tests"
+	@echo "make bench        the benchmarks, each beside a named peer"
+	@echo "make docs         check that the documents' links and code snippets hold"
+	@echo "make conformance  torch's operator database, run against dtorch"
+	@echo "make device       what needs a GPU; says why where there is none"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "dtorch needs Python 3.11 or newer; this is $$($(PYTHON) --version). Write: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras, remade when a requirement changes: a second run starts at once.
+$(STAMP)-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing dtorch[$*] into $(VENV) (torch is large: a few minutes the first time)"
+	$(INSTALL) -e '.[$*]'
+	@touch $@
+
+demo: $(STAMP)-bench
+	$(BIN)/python examples/train_gpt.py --dp 2 --plot train_gpt_dp.png
+	$(BIN)/python examples/train_gpt.py --tp 2 --plot train_gpt_tp.png
+
+test: $(STAMP)-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)-bench
+	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/collectives.py
+
+docs: $(STAMP)-test
+	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
+
+conformance: $(STAMP)-test
+	$(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)
+
+device: $(STAMP)-test
+	$(BIN)/python -m pytest tests/device -rs $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
