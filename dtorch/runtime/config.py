@@ -1,0 +1,246 @@
+"""Every bound and default, in one frozen value.
+
+A field is set by ``dtorch.configure(field=value)`` or, where that was not called, by the environment variable
+``DTORCH_FIELD``. Sizes are bytes and may be written with a suffix: ``"64M"``, ``"2GiB"``. Times are seconds.
+
+Bounds of the pool (executors, ring, arena, slots) are read when a pool starts; a running pool keeps its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["Config", "available_cores", "configure", "current", "from_environ", "total_memory"]
+
+_PREFIX = "DTORCH_"
+# Names that the seed documents fixed before there was a scheme.
+_ALIASES = {
+    "DTORCH_DTENSOR_IN_SAME_DEVICE": "same_device",
+    "DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE": "same_device_count",
+}
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_PAGE = 4096
+
+
+def available_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@cache
+def total_memory() -> int:
+    """Bytes of memory this process may use: the machine's, or its control group's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUP_LIMITS:
+        try:
+            with open(path) as f:
+                text = f.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All options. Make a changed copy with :func:`dataclasses.replace`; values are checked on construction.
+
+    Attributes:
+        cpu_executors: executors for a "cpu" mesh; ``None`` means min(ranks, cores).
+        max_executors: most executors one pool can ever have.
+        ring_bytes: size of the command ring, a power of two; sparse, so only what is unread takes memory.
+        reply_bytes: size of each executor's reply ring, a power of two.
+        arena_bytes: most shared memory for tensor payloads; ``None`` means a quarter of memory.
+        collective_bytes: address space for shared-memory collectives; sparse.
+        slots: most futures in flight at once.
+        run_ahead_soft: commands an executor may be behind before awaits pause.
+        run_ahead_hard: commands an executor may be behind before every call waits.
+        plan_cache: cached dispatch plans, oldest out.
+        watchdog: seconds one command may run before its executor is reported as stuck; 0 means never.
+        start_timeout: seconds executors have to become ready.
+        blocking: every call waits for its result and fails where it stands.
+        collectives: "shm" (shared memory) or "gloo".
+        same_device: simulation; one executor hosts every rank of any mesh.
+        same_device_count: how many devices the simulation has.
+    """
+
+    cpu_executors: int | None = None
+    max_executors: int = 64
+    ring_bytes: int = 64 << 20
+    reply_bytes: int = 1 << 20
+    arena_bytes: int | None = None
+    collective_bytes: int = 2 << 30
+    slots: int = 1 << 16
+    run_ahead_soft: int = 50_000
+    run_ahead_hard: int = 1_000_000
+    plan_cache: int = 65_536
+    watchdog: float = 60.0
+    start_timeout: float = 120.0
+    blocking: bool = False
+    collectives: str = "shm"
+    same_device: bool = False
+    same_device_count: int = 8
+
+    def __post_init__(self) -> None:
+        for name, (holds, wanted) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ConfigError(f"{name}={value!r}: expected {wanted}")
+        if self.run_ahead_soft > self.run_ahead_hard:
+            raise ConfigError(
+                f"run_ahead_soft={self.run_ahead_soft} is above run_ahead_hard={self.run_ahead_hard}: "
+                "expected soft <= hard"
+            )
+
+    @property
+    def arena_limit(self) -> int:
+        """Bytes of the arena, a whole number of pages."""
+        size = total_memory() // 4 if self.arena_bytes is None else self.arena_bytes
+        return max(_PAGE, size // _PAGE * _PAGE)
+
+    def executors_for(self, ranks: int) -> int:
+        """How many executors host the `ranks` logical devices of a "cpu" mesh."""
+        if self.same_device:
+            return 1
+        wanted = min(ranks, available_cores()) if self.cpu_executors is None else min(ranks, self.cpu_executors)
+        return max(1, min(wanted, self.max_executors))
+
+
+def _whole(low: int, high: int | None = None) -> tuple[Callable[[Any], bool], str]:
+    text = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    return lambda v: type(v) is int and v >= low and (high is None or v <= high), text
+
+
+def _power(low: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: type(v) is int and v >= low and v & (v - 1) == 0, f"a power of two, {low} or more (bytes)"
+
+
+def _optional(bound: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
+    holds, text = bound
+    return lambda v: v is None or holds(v), f"{text}, or None"
+
+
+def _seconds(zero: bool) -> tuple[Callable[[Any], bool], str]:
+    return (
+        lambda v: type(v) in (int, float) and (v > 0 or (zero and v == 0)),
+        "seconds, 0 or more" if zero else "seconds, more than 0",
+    )
+
+
+_FLAG: tuple[Callable[[Any], bool], str] = (lambda v: type(v) is bool, "True or False")
+
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "cpu_executors": _optional(_whole(1)),
+    "max_executors": _whole(1, 1024),
+    "ring_bytes": _power(1 << 12),
+    "reply_bytes": _power(1 << 12),
+    "arena_bytes": _optional(_whole(_PAGE)),
+    "collective_bytes": _whole(1 << 20),
+    "slots": _whole(16, 1 << 24),
+    "run_ahead_soft": _whole(1),
+    "run_ahead_hard": _whole(1),
+    "plan_cache": _whole(1),
+    "watchdog": _seconds(zero=True),
+    "start_timeout": _seconds(zero=False),
+    "blocking": _FLAG,
+    "collectives": (lambda v: v in ("shm", "gloo"), '"shm" or "gloo"'),
+    "same_device": _FLAG,
+    "same_device_count": _whole(1),
+}
+
+_SIZES = {"ring_bytes", "reply_bytes", "arena_bytes", "collective_bytes"}
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+def _size(text: str) -> int:
+    """Bytes of a size as people write it: 4096, "64M", "2GiB"."""
+    low = text.strip().lower()
+    digits = low.rstrip("kmgtib")
+    unit = low[len(digits) :].removesuffix("ib").removesuffix("b")
+    return int(digits) * _SUFFIXES[unit]
+
+
+def _flag(text: str) -> bool:
+    low = text.strip().lower()
+    if low in _TRUE or low in _FALSE:
+        return low in _TRUE
+    raise ValueError(text)
+
+
+def _parse(name: str, text: str) -> object:
+    """The value that `text` writes down for the option `name`; KeyError or ValueError where it writes none."""
+    kind = type(getattr(_DEFAULTS, name))
+    if name in _SIZES:
+        return _size(text)
+    if kind is bool:
+        return _flag(text)
+    if kind is str:
+        return text.strip().lower()
+    return float(text) if kind is float else int(text)
+
+
+_DEFAULTS = Config()
+_NAMES = tuple(f.name for f in fields(Config))
+
+
+def from_environ(environ: Mapping[str, str]) -> Config:
+    """The defaults, changed by the ``DTORCH_…`` variables of `environ`.
+
+    Raises:
+        ConfigError: a variable cannot be read; the one-line message says what it holds and what was expected.
+    """
+    variables = {_PREFIX + name.upper(): name for name in _NAMES} | _ALIASES
+    config = _DEFAULTS
+    for variable, name in variables.items():
+        text = environ.get(variable)
+        if text is None:
+            continue
+        try:
+            config = replace(config, **{name: _parse(name, text)})
+        except (KeyError, ValueError) as error:
+            # "soft <= hard" is about two options: its own text says more than one option's bound.
+            detail = str(error) if "is above" in str(error) else f"expected {_BOUNDS[name][1]}"
+            raise ConfigError(f"{variable}={text!r}: {detail}") from None
+    return config
+
+
+_current: Config | None = None
+
+
+def current() -> Config:
+    """The options in force: those of :func:`configure`, over the environment's, over the defaults."""
+    global _current
+    if _current is None:
+        _current = from_environ(os.environ)
+    return _current
+
+
+def configure(**options: object) -> Config:
+    """Change options for everything that starts from now on, and return all that are then in force.
+
+    A pool that is already running keeps the bounds it was started with; ``dtorch.restart()`` gives one with the new.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is out of bounds. Nothing has changed then.
+    """
+    global _current
+    unknown = sorted(set(options) - set(_NAMES))
+    if unknown:
+        raise ConfigError(f"configure() has no option {unknown[0]!r}; the options are {', '.join(_NAMES)}")
+    for name in _SIZES & set(options):
+        value = options[name]
+        if isinstance(value, str):
+            try:
+                options[name] = _size(value)
+            except (KeyError, ValueError):
+                raise ConfigError(f"{name}={value!r}: expected {_BOUNDS[name][1]}") from None
+    _current = replace(current(), **options)  # type: ignore[arg-type]
+    return _current
