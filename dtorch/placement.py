@@ -1,11 +1,12 @@
 """Placements: how one dim of a mesh holds a tensor.
 
-Small frozen classes of our own, equal to torch's of the same name; :func:`as_placement` accepts both.
-Importing torch's would cost half a second at start.
+Small frozen classes of our own, equal to torch's of the same name, and so of the same hash;
+:func:`as_placement` accepts both. Importing torch's would cost half a second at start.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,18 @@ class Shard(Placement):
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not hasattr(self.dim, "__index__"):
+            raise TypeError(f"Shard({self.dim!r}): dim is the index of a tensor dim, an int")
+        object.__setattr__(self, "dim", operator.index(self.dim))
+
     def __eq__(self, other: object) -> bool:
         if type(other) is Shard:
             return self.dim == other.dim
         return _same_as_torch(self, other)
 
     def __hash__(self) -> int:
-        return hash((Shard, self.dim))
+        return hash(self.dim)
 
     def __repr__(self) -> str:
         return f"Shard({self.dim})"
@@ -67,7 +73,7 @@ class Replicate(Placement):
         return type(other) is Replicate or _same_as_torch(self, other)
 
     def __hash__(self) -> int:
-        return hash(Replicate)
+        return -2
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -91,7 +97,7 @@ class Partial(Placement):
         return _same_as_torch(self, other)
 
     def __hash__(self) -> int:
-        return hash((Partial, self.reduce_op))
+        return 1 + hash(self.reduce_op)
 
     def __repr__(self) -> str:
         return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
@@ -125,8 +131,11 @@ def as_placement(p: Any) -> Placement:
     return converted
 
 
-def as_placements(placements: Sequence[Any] | Placement | None, mesh_ndim: int, tensor_ndim: int) -> tuple[Placement, ...]:
-    """One resolved placement per mesh dim: None is Replicate everywhere, negative dims are counted from the end.
+def as_placements(
+    placements: Sequence[Any] | Any | None, mesh_ndim: int, tensor_ndim: int
+) -> tuple[Placement, ...]:
+    """One resolved placement per mesh dim: None is Replicate everywhere, a placement alone
+    is a list of one, negative dims are counted from the end.
 
     Raises:
         ValueError: the number of placements is not `mesh_ndim`, a dim is out of range for a tensor of
@@ -134,25 +143,27 @@ def as_placements(placements: Sequence[Any] | Placement | None, mesh_ndim: int, 
     """
     if placements is None:
         return (REPLICATE,) * mesh_ndim
-    if isinstance(placements, Placement):
-        placements = (placements,)
+    if not isinstance(placements, Sequence):
+        placements = (as_placement(placements),)
     got = tuple(as_placement(p) for p in placements)
     if len(got) != mesh_ndim:
         raise ValueError(
             f"placements={list(got)}: {len(got)} given for a mesh of {mesh_ndim} dims; give one placement per mesh dim"
         )
-    out = []
-    for p in got:
-        if isinstance(p, Shard):
-            dim = p.dim + tensor_ndim if p.dim < 0 else p.dim
-            if not 0 <= dim < tensor_ndim:
-                raise ValueError(
-                    f"{p} is out of range for a tensor of {tensor_ndim} dims; legal dims are "
-                    f"{-tensor_ndim} to {tensor_ndim - 1}" if tensor_ndim else f"{p}: a tensor of 0 dims cannot be sharded"
-                )
-            p = Shard(dim)
-        out.append(p)
+    out = tuple(_resolved(p, tensor_ndim) if isinstance(p, Shard) else p for p in got)
     kinds = {p.reduce_op for p in out if isinstance(p, Partial)}
     if len(kinds) > 1 and kinds != {"sum", "avg"}:
-        raise ValueError(f"placements={out}: Partials of one tensor must be of one kind, or sum with avg")
-    return tuple(out)
+        raise ValueError(f"placements={list(out)}: Partials of one tensor must be of one kind, or sum with avg")
+    return out
+
+
+def _resolved(p: Shard, tensor_ndim: int) -> Shard:
+    """`p` with its dim counted from the front."""
+    if 0 <= p.dim < tensor_ndim:
+        return p
+    if not -tensor_ndim <= p.dim < 0:
+        if tensor_ndim == 0:
+            raise ValueError(f"{p}: a tensor of 0 dims cannot be sharded; write Replicate()")
+        legal = f"legal dims are {-tensor_ndim} to {tensor_ndim - 1}"
+        raise ValueError(f"{p} is out of range for a tensor of {tensor_ndim} dims; {legal}")
+    return Shard(p.dim + tensor_ndim)

@@ -6,28 +6,29 @@ Specs are interned: equal specs are one object, so keys of the dispatch cache co
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from .placement import Partial, Placement, Replicate, Shard
+from .interning import Interned
+from .placement import REPLICATE, Partial, Placement, Replicate, Shard, as_placements
 
 if TYPE_CHECKING:
     import torch
 
     from .mesh import DeviceMesh
 
-__all__ = ["TensorSpec", "chunk_sizes", "contiguous_stride", "cut", "cuts"]
+__all__ = ["TensorSpec", "chunk_sizes", "contiguous_stride", "cut", "cuts", "resolve"]
 
 
-@cache
+@lru_cache(maxsize=65536)
 def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
     """Lengths of the pieces of ``torch.chunk(size, n)``, padded with zeros to `n` pieces."""
     c = -(-size // n) if size else 0
     return tuple(max(0, min(c, size - i * c)) for i in range(n))
 
 
-@cache
+@lru_cache(maxsize=65536)
 def cut(size: int, n: int, i: int) -> tuple[int, int]:
     """(offset, length) of piece `i` of `size` cut into `n`."""
     c = -(-size // n) if size else 0
@@ -81,11 +82,11 @@ class TensorSpec:
         key = (shape, stride, dtype, mesh, placements)
         found = _interned.get(key)
         if found is None:
-            found = TensorSpec()
-            found.shape, found.stride, found.dtype, found.mesh, found.placements = key
-            found.numel = math.prod(shape)
-            found._regions = {}
-            _interned[key] = found
+            made = TensorSpec()
+            made.shape, made.stride, made.dtype, made.mesh, made.placements = key
+            made.numel = math.prod(shape)
+            made._regions = {}
+            found = _interned.add(key, made)
         return found
 
     def __copy__(self) -> TensorSpec:
@@ -164,4 +165,31 @@ class TensorSpec:
         return f"TensorSpec({self.describe()} on {self.mesh.describe()})"
 
 
-_interned: WeakValueDictionary[tuple[object, ...], TensorSpec] = WeakValueDictionary()
+_interned: Interned[TensorSpec] = Interned()
+
+
+def resolve(
+    mesh: DeviceMesh,
+    placements: Sequence[Any] | Placement | None,
+    ndim: int,
+    keep: TensorSpec | None = None,
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Where a tensor of `ndim` dims lies that was asked for on `mesh`: a mesh of its own, and resolved placements.
+
+    A slice such as ``mesh["tp"]`` stands for dims of its parent: the tensor lives on the parent, with
+    `placements` on those dims. On the others it keeps what `keep` has there, the spec of the tensor that is
+    moved, where that already lives on the parent; else Replicate.
+
+    Raises:
+        ValueError: as :func:`~dtorch.placement.as_placements`.
+    """
+    resolved = as_placements(placements, mesh.ndim, ndim)
+    parent = mesh.parent
+    if parent is None:
+        return mesh, resolved
+    whole: list[Placement] = [REPLICATE] * parent.ndim
+    if keep is not None and keep.mesh is parent:
+        whole = list(keep.placements)
+    for dim, placement in zip(mesh.parent_dims, resolved, strict=True):
+        whole[dim] = placement
+    return parent, as_placements(whole, parent.ndim, ndim)
