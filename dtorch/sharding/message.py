@@ -1,0 +1,158 @@
+"""What a move costs, and the text of a PlacementError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..placement import Partial, Placement, Replicate, Shard
+from ..spec import TensorSpec
+from .rule import Call, Num
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SHOWN", "move_bytes", "move_kind", "placement_error"]
+
+SHOWN = 6
+"""Legal combinations listed in full; the rest are counted."""
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def move_bytes(spec: TensorSpec, to: tuple[Placement, ...]) -> float:
+    """Bytes that each rank receives, about, when `spec` is redistributed to `to` (ring algorithms).
+
+    Replicate to Shard is free unless a later mesh dim cuts the same tensor dim.
+    """
+    if spec.placements == to:
+        return 0.0
+    total = 0.0
+    size = float(spec.numel * _itemsize(spec.dtype))
+    held = [type(p) is Shard for p in spec.placements]
+    for p, n, cut in zip(spec.placements, spec.mesh.shape, held, strict=True):
+        if cut:
+            size /= n
+    for j, (a, b, n) in enumerate(zip(spec.placements, to, spec.mesh.shape, strict=True)):
+        if type(a) is type(b) and a == b:
+            continue
+        share = (n - 1) / n
+        if type(a) is Replicate:
+            if type(b) is Shard:
+                if any(type(p) is Shard and p.dim == b.dim for p in spec.placements[j + 1 :]):
+                    total += size * share
+                size /= n
+        elif type(a) is Shard:
+            if type(b) is Shard:
+                total += size * share
+            else:
+                total += size * (n - 1)
+                size *= n
+        elif type(b) is Shard:
+            total += size * share
+            size /= n
+        else:
+            total += 2 * size * share
+    return total
+
+
+def move_kind(spec: TensorSpec, to: tuple[Placement, ...]) -> str:
+    """The collectives that the move needs, for messages: "all_to_all", "all_gather + reduce_scatter"."""
+    kinds = []
+    for a, b in zip(spec.placements, to, strict=True):
+        if a == b or type(a) is Replicate:
+            continue
+        if type(a) is Shard:
+            kinds.append("all_to_all" if type(b) is Shard else "all_gather")
+        else:
+            kinds.append("reduce_scatter" if type(b) is Shard else "all_reduce")
+    return " + ".join(dict.fromkeys(kinds)) or "all_to_all"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return ""
+
+
+def _value(x: Any) -> str | None:
+    """An argument for the first line of a message; None for those not worth showing."""
+    if isinstance(x, Num):
+        return repr(x.value)
+    if x is None or isinstance(x, TensorSpec):
+        return None
+    if isinstance(x, (list, tuple)):
+        shown = [_value(v) for v in x]
+        return None if not shown or any(v is None for v in shown) else f"[{', '.join(v for v in shown if v)}]"
+    if isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    return str(x).removeprefix("torch.")
+
+
+def _title(call: Call) -> str:
+    sig = call.sig
+    shown = []
+    for name, value in [*zip(sig.arguments, call.args, strict=False), *call.kwargs.items()]:
+        if name in sig.defaults and sig.defaults[name] == value:
+            continue
+        text = _value(value)
+        if text is not None:
+            shown.append(f"{name}={text}")
+    name = sig.op.split(".")[1].lstrip("_") if sig.op.startswith("aten.") else sig.op
+    return f"{name}({', '.join(shown)})"
+
+
+def _names(call: Call) -> list[str]:
+    """What to call each input: the schema's argument, numbered where several came in one list."""
+    owners = ["input" if name == "self" else name for name in call.owners()]
+    return [f"{n}[{owners[:i].count(n)}]" if owners.count(n) > 1 else n for i, n in enumerate(owners)]
+
+
+def _legal_lines(legal: Sequence[Sequence[tuple[Placement, ...]]]) -> list[str]:
+    shown = [", ".join(str(list(p)) for p in needs) for needs in legal[:SHOWN]]
+    more = "    …" if len(legal) > SHOWN else ""
+    if all(len(s) < 28 for s in shown) and sum(len(s) + 4 for s in shown) < 110:
+        return ["    " + "    ".join(shown) + more]
+    return ["    " + s for s in shown] + ([more] if more else [])
+
+
+def placement_error(
+    call: Call, why: str, legal: Sequence[Sequence[tuple[Placement, ...]]], *, known: bool = True
+) -> str:
+    """The text of a PlacementError.
+
+    Args:
+        why: the rule's sentence, or "".
+        legal: legal placements of all inputs, cheapest to reach first.
+        known: whether the operator has a rule.
+    """
+    inputs = _names(call)
+    lines = [f"{_title(call)} cannot run on these placements"]
+    width = max(map(len, inputs), default=0)
+    mesh = call.mesh.describe()
+    for name, spec in zip(inputs, call.specs, strict=True):
+        what = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} on {mesh}: {list(spec.placements)}"
+        lines.append(f"    {name + ':':<{width + 1}} {what}")
+    kinds = {p.reduce_op for s in call.specs for p in s.placements if isinstance(p, Partial)}
+    if not why and kinds:
+        why = f"A Partial({', '.join(sorted(kinds))!r}) does not pass through this operator as it stands."
+    if not legal:
+        lines.append(f"  {why} No redistribution of the other inputs makes it legal.".replace("  No", "  No"))
+        if call.sig.writes and any(call.sig.writes):
+            lines.append("  It writes its input in place, which is never moved: write the out-of-place form instead,")
+            lines.append(f"  or  {inputs[0]} = {inputs[0]}.redistribute(placements=[...])  first.")
+        return "\n".join(lines)
+    lines.append(f"  {why} Legal here:" if why else "  Legal here:")
+    lines += _legal_lines(legal)
+    moved = [(n, s, p) for n, s, p in zip(inputs, call.specs, legal[0], strict=True) if s.placements != p]
+    paid = [m for m in moved if move_bytes(m[1], m[2])] or moved
+    for k, (name, spec, to) in enumerate(paid):
+        head = "  Write:  " if k == 0 else "          "
+        line = f"{head}{name} = {name}.redistribute(placements={list(to)})"
+        lines.append(f"{line:<58} # {move_kind(spec, to)}, {_size(move_bytes(spec, to))} per rank")
+    lines.append("  or run under  with dtorch.auto_redistribute():")
+    return "\n".join(lines)

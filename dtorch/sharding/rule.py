@@ -1,0 +1,519 @@
+"""Sharding rules: what an operator does to the dims of its tensors, as data.
+
+A rule ties tensor dims together with *factors*, as in ``mm: [m,k],[k,n] -> [m,n]``. Everything else is read
+off the rule by :mod:`dtorch.sharding.propagate`: which placements are legal, the placements of the outputs,
+what each rank runs, the text of the error, and the tests.
+
+Per mesh dim there are three kinds of strategy:
+
+* nothing is sharded: Replicate in, Replicate out;
+* one factor is sharded: every dim that carries it is Shard, everything else Replicate; an output without
+  the factor is Partial as ``reduce`` says;
+* a :class:`Flow`: Partial passes through.
+
+A rule is made from one call (:class:`Call`), where a ``TensorSpec`` stands for each tensor and a :class:`Num`
+for each number that may change from call to call without another decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..spec import TensorSpec, cut
+
+if TYPE_CHECKING:
+    from ..mesh import DeviceMesh
+    from ..placement import Placement
+
+__all__ = [
+    "NONE",
+    "Call",
+    "Dims",
+    "Flow",
+    "In",
+    "Local",
+    "Num",
+    "OutMeta",
+    "Recipe",
+    "Rule",
+    "Signature",
+    "dims_of",
+    "einsum",
+    "find",
+    "free_numbers",
+    "is_positive",
+    "linear",
+    "names",
+    "partials",
+    "rule",
+    "signature",
+    "untied",
+]
+
+Dims = tuple[str, ...]
+"""A factor name per tensor dim; "" ties the dim to nothing, so it can never be sharded."""
+
+Reduce = str | None | tuple[str | None, ...]
+
+NONE: frozenset[str] = frozenset()
+
+
+class OutMeta(NamedTuple):
+    """Shape, stride (in elements) and dtype of one output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Num:
+    """A number whose value rides in the message.
+
+    A rule may look at `kind` and `positive`, never at `value`, which is only an example.
+    """
+
+    kind: type
+    positive: bool
+    value: int | float
+
+    @staticmethod
+    def of(value: int | float) -> Num:
+        return Num(type(value), value > 0, value)
+
+
+@dataclass(frozen=True, slots=True)
+class In:
+    """Stands for input tensor `index` in the arguments of a local call."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Partial(`op`) on the inputs `ins`, Replicate on all others, gives Partial on the outputs.
+
+    Attributes:
+        op: "sum", "avg", "max" or "min".
+        ins: input indices.
+        out: the kind on the outputs; None is `op`; a tuple gives one per output; "same" means that the
+            output does not depend on the Partial inputs' values, and is Replicate.
+    """
+
+    op: str
+    ins: frozenset[int]
+    out: str | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """An operator that communicates inside: a composition of other operators and ``redistribute``.
+
+    Attributes:
+        fn: ``fn(func, args, kwargs)`` with dtorch tensors in the arguments; returns what `func` returns.
+        strict: whether the recipe *is* the operator and runs in strict mode too. Otherwise only where
+            communication is allowed.
+    """
+
+    fn: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    strict: bool = True
+
+
+@dataclass(slots=True)
+class Rule:
+    """How the dims of an operator's tensors hang together.
+
+    Attributes:
+        ins: the factors of each input's dims, in the order of ``Call.specs``.
+        outs: the factors of each output's dims, aligned with ``Call.outs``; None for an undefined output.
+        whole: factors that cannot be sharded.
+        even: factors that can be sharded only in equal pieces.
+        reduce: for a factor that an output lacks, how the ranks' outputs combine: "sum", "avg", "max", "min",
+            or "same" where that output does not depend on the factor. A tuple gives one per output. None
+            (or no entry) forbids sharding the factor.
+        flows: how Partial passes.
+        addend: inputs added to a contraction: where sharding makes output 0 Partial, they must be Partial too.
+        local: edits what one rank runs (see :class:`Local`); not asked where every tensor is Replicate.
+        recipe: used where no strategy is legal for the placements at hand.
+        why: one sentence for the error message, such as "The softmax dim must be whole on every rank."
+    """
+
+    ins: tuple[Dims, ...]
+    outs: tuple[Dims | None, ...]
+    whole: frozenset[str] = NONE
+    even: frozenset[str] = NONE
+    reduce: Mapping[str, Reduce] = field(default_factory=dict)
+    flows: tuple[Flow, ...] = ()
+    addend: frozenset[int] = frozenset()
+    local: Callable[[Local], None] | None = None
+    recipe: Recipe | None = None
+    why: str = ""
+
+
+class Signature:
+    """What an operator's schema says, looked up once per overload."""
+
+    __slots__ = (
+        "aliased", "arguments", "defaults", "free", "has_out", "index", "inplace", "inplace_view", "op", "pointwise",
+        "stem", "types", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        namespace, _, name = schema.name.partition("::")
+        self.op = f"{namespace}.{name}.{schema.overload_name or 'default'}"
+        self.arguments = tuple(a.name for a in schema.arguments)
+        self.types = tuple(str(a.type) for a in schema.arguments)
+        self.defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        self.index = {name: i for i, name in enumerate(self.arguments)}
+        self.inplace = name.endswith("_") and not name.endswith("__")
+        stem = name[:-1] if self.inplace else name
+        self.stem = stem if namespace == "aten" else f"{namespace}::{stem}"
+        self.has_out = any(a.is_out for a in schema.arguments)
+        self.inplace_view = torch.Tag.inplace_view in func.tags
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.aliased = frozenset(a.name for a in schema.arguments if a.alias_info is not None)
+        if self.stem in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"):
+            self.aliased |= {"self"}  # views in fact, though their schemas do not say so
+        # Which argument each output is, for outputs that are a written argument.
+        written = {
+            tuple(sorted(a.alias_info.before_set)): a.name
+            for a in schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        }
+        self.writes = tuple(
+            written.get(tuple(sorted(r.alias_info.before_set))) if r.alias_info is not None else None
+            for r in schema.returns
+        )
+        self.free: tuple[bool, ...] | None = None
+
+
+@cache
+def signature(func: torch._ops.OpOverload) -> Signature:
+    """The signature of `func`, cached."""
+    return Signature(func)
+
+
+def _collect(values: Sequence[Any], out: list[TensorSpec]) -> None:
+    for v in values:
+        kind = type(v)
+        if kind is TensorSpec:
+            out.append(v)
+        elif kind is list or kind is tuple:
+            _collect(v, out)
+
+
+class Call:
+    """One operator call to be decided.
+
+    Args:
+        func: the operator.
+        args, kwargs: its arguments, a TensorSpec in place of each tensor, a Num in place of each free number.
+        outs: what :func:`dtorch.sharding.infer.infer` says of the outputs, flat over the returns.
+        mesh: needed where no argument is a tensor; otherwise that of the tensors.
+        placements: the placements asked of output 0 (factories), or None to let the rule decide.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "mesh", "outs", "placements", "sig", "specs")
+
+    def __init__(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outs: tuple[OutMeta | None, ...] = (),
+        *,
+        mesh: DeviceMesh | None = None,
+        placements: tuple[Placement, ...] | None = None,
+    ) -> None:
+        specs: list[TensorSpec] = []
+        _collect(args, specs)
+        if kwargs:
+            _collect(tuple(kwargs.values()), specs)
+        self.func, self.args, self.kwargs, self.outs = func, args, kwargs, outs
+        self.sig = signature(func)
+        self.specs = tuple(specs)
+        found = mesh or (specs[0].mesh if specs else None)
+        if found is None:
+            raise ValueError(f"{self.sig.op}: no argument is a tensor, so the mesh must be given")
+        self.mesh: DeviceMesh = found
+        self.placements = placements
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """The argument `name`: as given, else `default`, else the schema's default."""
+        i = self.sig.index.get(name)
+        if i is None:
+            return default
+        if i < len(self.args):
+            return self.args[i]
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.sig.defaults.get(name) if default is None else default
+
+    @property
+    def stem(self) -> str:
+        """The operator's name without "aten::" and without the underscore of the in-place form."""
+        return self.sig.stem
+
+    @property
+    def overload(self) -> str:
+        """The overload's name, "" for the default."""
+        return self.func._schema.overload_name
+
+    @property
+    def inplace(self) -> int | None:
+        """The index of self in `specs` for an in-place operator, else None."""
+        return 0 if self.sig.inplace else None
+
+    def owners(self) -> list[str]:
+        """The name of the argument that each of `specs` came in."""
+        out: list[str] = []
+        for name, value in [*zip(self.sig.arguments, self.args, strict=False), *self.kwargs.items()]:
+            inside: list[TensorSpec] = []
+            _collect((value,), inside)
+            out += [name] * len(inside)
+        return out
+
+
+class Local:
+    """What one rank runs, for a rule's ``local`` function to edit.
+
+    It begins as the global call: change ``func`` (an operator's name such as "aten.add.Tensor", or
+    "dtorch.<name>" for a function of :mod:`dtorch.executor.kernels`), ``args`` and ``kwargs``, or call
+    :meth:`set` and :meth:`use`. Ranks for which the rule asks nothing that differs share one local call: which
+    questions were asked is recorded here.
+    """
+
+    __slots__ = ("_chains", "_leads", "args", "asked_lead", "asked_offset", "call", "coord", "func", "kwargs", "rule")
+
+    def __init__(
+        self,
+        call: Call,
+        rule: Rule,
+        chains: Mapping[str, tuple[tuple[int, int], ...]],
+        leads: tuple[bool, ...],
+        args: list[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.call, self.rule = call, rule
+        self._chains, self._leads = chains, leads
+        self.func = call.sig.op
+        self.args, self.kwargs = args, kwargs
+        self.asked_offset = self.asked_lead = False
+
+    def sharded(self, factor: str) -> bool:
+        """Whether any mesh dim shards the factor."""
+        return factor in self._chains
+
+    def span(self, size: int, factor: str) -> tuple[int, int]:
+        """(offset, length) of this rank's piece of a dim of global `size` that carries the factor."""
+        chain = self._chains.get(factor)
+        if chain is None:
+            return 0, size
+        self.asked_offset = True
+        return piece(size, chain)
+
+    def length(self, size: int, factor: str) -> int:
+        """Length of this rank's piece of a dim of global `size` that carries the factor."""
+        chain = self._chains.get(factor)
+        return size if chain is None else piece(size, chain)[1]
+
+    def in_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Local shape of input `i`."""
+        return tuple(self.length(s, f) for s, f in zip(self.call.specs[i].shape, self.rule.ins[i], strict=True))
+
+    def out_shape(self, o: int = 0) -> tuple[int, ...]:
+        """Local shape of output `o`."""
+        meta, dims = self.call.outs[o], self.rule.outs[o]
+        assert meta is not None and dims is not None
+        return tuple(self.length(s, f) for s, f in zip(meta.shape, dims, strict=True))
+
+    def lead(self, o: int = 0) -> bool:
+        """Whether a constant added to output `o` must be added here: exactly one rank of every mesh dim on
+        which the output is Partial("sum") is the lead; for all other placements every rank is."""
+        self.asked_lead = True
+        return self._leads[o]
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """The argument `name` of the local call as it stands, with In in place of tensors."""
+        i = self.call.sig.index[name]
+        if i < len(self.args):
+            return self.args[i]
+        found = self.kwargs.get(name, self.call.sig.defaults.get(name))
+        return default if found is None else found
+
+    def set(self, name: str, value: Any) -> None:
+        """Replace the argument `name`."""
+        i = self.call.sig.index[name]
+        if i < len(self.args):
+            self.args[i] = value
+        else:
+            self.kwargs[name] = value
+
+    def use(self, func: str, *args: Any, **kwargs: Any) -> None:
+        """Run `func` with these arguments instead."""
+        self.func, self.args, self.kwargs = func, list(args), kwargs
+
+
+def piece(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """(offset, length) after cutting `size` by each (number of pieces, index of ours) in turn."""
+    offset = 0
+    for n, c in chain:
+        start, size = cut(size, n, c)
+        offset += start
+    return offset, size
+
+
+# ---- registry ---------------------------------------------------------------------------------------
+
+RuleFunction = Callable[[Call], "Rule | Recipe | None"]
+
+
+class Entry(NamedTuple):
+    make: RuleFunction
+    always: bool
+    free: tuple[str, ...]
+
+
+_entries: dict[str, Entry] = {}
+_fallbacks: list[RuleFunction] = []
+
+
+def rule(*stems: str, free: tuple[str, ...] = (), always: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function that makes the rule of a call, for the operators named by `stems`.
+
+    Args:
+        stems: operator names without "aten::" and the in-place underscore; other namespaces as "ns::name".
+        free: schema arguments whose numbers cannot change shape, dtype (beyond int or float) or placement.
+        always: ask the rule even where every tensor is Replicate (random numbers, for instance).
+
+    The function returns None where it has nothing to say for an overload.
+    """
+
+    def register(make: RuleFunction) -> RuleFunction:
+        for stem in stems:
+            if stem in _entries:
+                raise ValueError(f"two rules for {stem}: {_entries[stem].make.__module__} and {make.__module__}")
+            _entries[stem] = Entry(make, always, free)
+        return make
+
+    return register
+
+
+def fallback(make: RuleFunction) -> RuleFunction:
+    """Register a function that is asked where no rule is registered for the operator's stem."""
+    _fallbacks.append(make)
+    return make
+
+
+def find(call: Call) -> Rule | Recipe | None:
+    """The rule of a call, or None where dtorch has none (then only Replicate is legal)."""
+    if call.sig.has_out:
+        return None
+    entry = _entries.get(call.sig.stem)
+    if entry is not None:
+        return entry.make(call)
+    for make in _fallbacks:
+        found = make(call)
+        if found is not None:
+            return found
+    return None
+
+
+def always(call: Call) -> bool:
+    """Whether the rule must be asked even where every tensor is Replicate."""
+    entry = _entries.get(call.sig.stem)
+    return entry is not None and entry.always
+
+
+NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List[number]")
+
+# Elementwise operators that torch does not tag as such.
+UNTAGGED_POINTWISE = frozenset(
+    "elu_backward hardtanh_backward leaky_relu_backward softplus_backward hardswish_backward mish_backward "
+    "hardshrink_backward softshrink_backward log_sigmoid_backward hardswish _prelu_kernel _prelu_kernel_backward "
+    "complex polar floor_divide masked_fill rsub fill copy _to_copy where log_sigmoid_forward clone lift_fresh "
+    "detach alias zero native_dropout_backward _conj _neg_view real imag glu_jvp hardsigmoid_backward "
+    "threshold_backward addcmul addcdiv lerp".split()
+)
+
+
+def free_numbers(func: torch._ops.OpOverload) -> tuple[bool, ...]:
+    """Per schema argument: whether a number given there (also inside a list) may ride in the message.
+
+    Such a number changes neither shapes nor placements, and the dtype only through being an int or a float.
+    """
+    sig = signature(func)
+    if sig.free is None:
+        entry = _entries.get(sig.stem)
+        pointwise = sig.pointwise or sig.stem in UNTAGGED_POINTWISE
+        if entry is not None and entry.free:
+            sig.free = tuple(a in entry.free for a in sig.arguments)
+        elif pointwise:
+            sig.free = tuple(t in NUMBER_TYPES for t in sig.types)
+        else:
+            sig.free = (False,) * len(sig.arguments)
+    return sig.free
+
+
+# ---- small helpers for rule functions ---------------------------------------------------------------
+
+
+@cache
+def names(n: int, prefix: str = "o") -> Dims:
+    """`n` distinct factors."""
+    return tuple(f"{prefix}{i}" for i in range(n))
+
+
+def untied(n: int) -> Dims:
+    """`n` dims tied to nothing."""
+    return ("",) * n
+
+
+@cache
+def partials(kinds: tuple[str, ...], *sets: tuple[int, ...], out: str | tuple[str, ...] | None = None) -> tuple[Flow, ...]:
+    """A Flow for each kind through each set of inputs."""
+    return tuple(Flow(kind, frozenset(s), out) for s in sets for kind in kinds)
+
+
+def linear(*sets: tuple[int, ...]) -> tuple[Flow, ...]:
+    """Flows of an operator that is linear in each set of inputs, taken together: Partial sum and avg pass."""
+    return partials(("sum", "avg"), *sets)
+
+
+@cache
+def _parse(equation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    ins, outs = equation.replace(" ", "").split("->")
+
+    def side(text: str) -> tuple[Dims, ...]:
+        return tuple(tuple("" if c == "." else c for c in part) for part in text.split(","))
+
+    return side(ins), side(outs)
+
+
+def einsum(equation: str, **fields: Any) -> Rule:
+    """The rule of ``"mk,kn->mn"``: one letter per factor, "." for a dim tied to nothing."""
+    ins, outs = _parse(equation)
+    return Rule(ins, outs, **fields)
+
+
+def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
+    """Sorted, non-negative dims; None and an empty list are all dims."""
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return tuple(range(ndim))
+    if not ndim:
+        return ()
+    return tuple(sorted({d % ndim for d in ([dim] if isinstance(dim, int) else dim)}))
+
+
+def is_positive(x: Any) -> bool:
+    """Whether a number argument is known to be greater than zero."""
+    if isinstance(x, Num):
+        return x.positive
+    return isinstance(x, (int, float)) and not math.isnan(x) and x > 0
