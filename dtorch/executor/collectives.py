@@ -1,0 +1,244 @@
+"""How executors reach each other: shared memory, or gloo where that is asked for.
+
+The only user of torch's process groups. They are built directly on a private store, with no global world, so that
+meshes can come and go; nothing listens on a public address.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..program import SLOT_BYTES, Cut, pad, region_bytes
+from ..runtime.shared import ABORT
+from .reducing import reducer
+from .shm_collectives import Aborted, Group, narrow
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+__all__ = ["Comm", "GlooGroup", "Solo"]
+
+_TIMEOUT = timedelta(hours=24)
+
+
+class State(Protocol):
+    """What is needed of :class:`~dtorch.runtime.shared.SharedState`."""
+
+    control: memoryview
+    collective_fd: int
+    max_executors: int
+
+
+class Solo:
+    """The group of one executor: nothing to share, nobody to wait for."""
+
+    n, me = 1, 0
+
+    def barrier(self, poison: int = 0) -> int:
+        """Nonzero if this executor came with `poison`."""
+        return poison
+
+    def broadcast_bytes(self, root: int, data: bytes | None) -> bytes:
+        """`data` itself."""
+        if data is None:
+            raise ValueError(f"broadcast_bytes(root={root}, data=None): the only member must give the data")
+        return data
+
+
+class GlooGroup(Group):
+    """A group whose data travels by gloo, over loopback.
+
+    Arrival, poison and abort still go through the words in shared memory, before each transfer: gloo alone would
+    leave a peer waiting for half an hour after a death, and has no room for poison. Reductions are done here, in
+    the order of the ranks, so the results have the same bits as those of :class:`Group`.
+
+    Args are those of :class:`Group`.
+    """
+
+    _pg: dist.ProcessGroupGloo | None = None
+
+    def exchange(
+        self,
+        writes: Sequence[tuple[Tensor, int, int, tuple[int, ...]]],
+        reads: Sequence[tuple[int, int, int, Tensor]],
+        rounds: int,
+        poison: int = 0,
+    ) -> int:
+        """See :meth:`Group.exchange`."""
+        if self.barrier(poison):
+            return 1
+        # Both ends list the sections of a pair by their place in the slots, which is the same for both.
+        sending = sorted(writes, key=lambda w: w[1:3])
+        outgoing = [[_bytes(section) for section, _, _, readers in sending if j in readers] for j in range(self.n)]
+        incoming = sorted(reads, key=lambda r: r[:3])
+        sizes = [0] * self.n
+        for member, _, _, out in incoming:
+            sizes[member] += out.numel() * out.element_size()
+        parts = self._all_to_all([torch.cat(p) if p else torch.empty(0, dtype=torch.uint8) for p in outgoing], sizes)
+        done = [0] * self.n
+        for member, _, _, out in incoming:
+            nbytes = out.numel() * out.element_size()
+            out.copy_(_typed(parts[member].narrow(0, done[member], nbytes), out.dtype, out.shape))
+            done[member] += nbytes
+        return 0
+
+    def all_reduce(
+        self,
+        mine: Sequence[Tensor],
+        out: Tensor | None,
+        rows: Sequence[tuple[int, int]],
+        op: str,
+        divisor: int,
+        count: int,
+        dtype: torch.dtype,
+        poison: int = 0,
+    ) -> int:
+        """See :meth:`Group.all_reduce`."""
+        if self.barrier(poison or out is None) or out is None:
+            return 1
+        part = -(-count // self.n)
+        bounds = [(min(j * part, count), min((j + 1) * part, count)) for j in range(self.n)]
+        heights = [sum(member == j for member, _ in rows) for j in range(self.n)]
+        begin, end = bounds[self.me]
+        width = (end - begin) * dtype.itemsize
+        sends = [torch.cat([_bytes(x.narrow(0, a, b - a)) for x in mine]) for a, b in bounds]
+        got = self._all_to_all(sends, [h * width for h in heights])
+        if width:
+            terms = [_typed(got[m].narrow(0, r * width, width), dtype, (end - begin,)) for m, r in rows]
+            reducer(dtype, op, divisor, len(rows))(out.narrow(0, begin, end - begin), terms)
+        own = _bytes(out.narrow(0, begin, end - begin))
+        gathered = self._all_to_all([own] * self.n, [(b - a) * dtype.itemsize for a, b in bounds])
+        for (a, b), piece in zip(bounds, gathered, strict=True):
+            out.narrow(0, a, b - a).copy_(_typed(piece, dtype, (b - a,)))
+        return 0
+
+    def reduce_scatter(
+        self,
+        x: Tensor | None,
+        out: Tensor | None,
+        rows: Sequence[int],
+        cuts: Sequence[Cut],
+        shapes: Sequence[tuple[int, ...]],
+        op: str,
+        divisor: int,
+        dtype: torch.dtype,
+        poison: int = 0,
+    ) -> int:
+        """See :meth:`Group.reduce_scatter`."""
+        if self.barrier(poison or x is None or out is None) or x is None or out is None:
+            return 1
+        shape = shapes[self.me]
+        size = prod(shape) * dtype.itemsize
+        got = self._all_to_all([_bytes(narrow(x, cut)) for cut in cuts], [size] * self.n)
+        if size:
+            reducer(dtype, op, divisor, self.n)(out, [_typed(got[m], dtype, shape) for m in rows])
+        return 0
+
+    def _all_to_all(self, sends: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Give `sends`, one tensor of bytes per member; what each gave here, `sizes` bytes of it."""
+        group = self._pg or self._connect()
+        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._finish(group.alltoall_base(out, torch.cat(list(sends)), sizes, [s.numel() for s in sends]))
+        return list(out.split(sizes))
+
+    def _finish(self, work: Work) -> None:
+        yields = 100
+        while not work.is_completed():
+            if yields:
+                yields -= 1
+                os.sched_yield()
+            elif self._aborted():
+                raise Aborted(f"a peer of executor {self.members[self.me]} died in a collective of {self.members}")
+            else:
+                time.sleep(50e-6)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise Aborted(f"gloo, in a collective of executors {self.members}: {error}") from error
+
+    def _connect(self) -> dist.ProcessGroupGloo:
+        # Only the owner may enter the directory, and it is gone once all have met.
+        mine = tempfile.mkdtemp(prefix="dtorch-") if self.me == 0 else None
+        try:
+            where = self.broadcast_bytes(0, None if mine is None else mine.encode()).decode()
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = _TIMEOUT
+            store = dist.FileStore(os.path.join(where, "store"), self.n)
+            self._pg = dist.ProcessGroupGloo(store, self.me, self.n, options)
+            self._finish(self._pg.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
+            self.barrier()
+        finally:
+            if mine is not None:
+                shutil.rmtree(mine, ignore_errors=True)
+        return self._pg
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """The elements of `t` in row-major order, as bytes."""
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+def _typed(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if raw.storage_offset() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
+
+
+class Comm:
+    """Makes and keeps the groups that one executor belongs to.
+
+    Args:
+        state: the shared memory of the pool.
+        me: this executor.
+        mode: "shm" or "gloo".
+        slot: bytes of a slot; the same on all executors, and what programs were planned for.
+    """
+
+    def __init__(self, state: State, me: int, mode: str = "shm", slot: int = SLOT_BYTES) -> None:
+        if mode not in ("shm", "gloo"):
+            raise ValueError(f'Comm(mode={mode!r}): write "shm" or "gloo"')
+        self.state, self.me, self.slot = state, me, slot
+        self._make = Group if mode == "shm" else GlooGroup
+        self._groups: dict[tuple[tuple[int, ...], int], Group] = {}
+        # Regions are of one size, that of the largest group, so that a number is enough to find one.
+        self._stride = pad(region_bytes(state.max_executors, slot), 1 << 16)
+
+    def group(self, members: tuple[int, ...], region: int) -> Group | Solo:
+        """The group of the executors `members` (ascending), which meets in region number `region`.
+
+        A number must always mean the same members: arrivals are counted from the first use on.
+        """
+        if len(members) == 1:
+            return _SOLO
+        return self.shared(members, region)
+
+    def shared(self, members: tuple[int, ...], region: int) -> Group:
+        """As :meth:`group`, of two members or more."""
+        key = (members, region)
+        found = self._groups.get(key)
+        if found is None:
+            control = self.state.control
+            found = self._groups[key] = self._make(
+                self.state.collective_fd,
+                region * self._stride,
+                members,
+                members.index(self.me),
+                lambda: control[ABORT],
+                self.slot,
+            )
+        return found
+
+
+_SOLO = Solo()
