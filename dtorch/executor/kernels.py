@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["filled"]
+from . import kernels_index, kernels_nn, kernels_random
+
+__all__ = ["filled", "find"]
+
+for _family in (kernels_index, kernels_nn, kernels_random):
+    globals().update({_name: getattr(_family, _name) for _name in _family.__all__})
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The kernel that a local call names as "dtorch.<name>"."""
+    return globals()[name]
 
 
 def filled(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype | None = None) -> Tensor:

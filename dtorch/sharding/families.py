@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import matmul, pointwise, reduction, view
+from . import cat, factory, index, matmul, pointwise, random, reduction, scan, view
 
-__all__ = ["matmul", "pointwise", "reduction", "view"]
+__all__ = ["cat", "factory", "index", "matmul", "pointwise", "random", "reduction", "scan", "view"]

@@ -485,7 +485,8 @@ def _build(
                 asked_offset |= local.asked_offset
                 asked_lead |= local.asked_lead
             metas = _local_outs(call, rule, outs, classes, rank)
-            empty = _all_empty(metas)
+            # A random operator runs for an empty piece too: every rank's generator must pass as many draws.
+            empty = _all_empty(metas) and not always(call)
             if local is None:
                 args, kwargs = _arguments(call)
                 func = call.sig.op
@@ -545,7 +546,8 @@ def _pre(
             if before != after:
                 start, _ = piece(shape[d], before)
                 offset, length = piece(shape[d], after)
-                cuts_.append((d, offset - start, length))
+                # Ranks whose piece is empty share one local call, wherever it would begin.
+                cuts_.append((d, offset - start if length else 0, length))
         for h, w, c in zip(have[i], needs[i], coord, strict=True):
             zero |= h != w and w == _SUM and c != 0
         if zero or cuts_:

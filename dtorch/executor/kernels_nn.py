@@ -1,0 +1,48 @@
+"""Kernels that stand in for losses, normalizations and convolutions where a rank holds a piece of the batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["convolution", "convolution_backward", "first_over_count", "over_count"]
+
+
+@cache
+def _operator(name: str) -> Any:
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+
+
+def over_count(operator: str, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What `operator` gives, over the count of *global* elements: a rank's share of a mean."""
+    return _operator(operator)(*args, **kwargs) / count
+
+
+def first_over_count(operator: str, count: int, grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`operator` of a gradient over the count of *global* elements: the backward of a mean, as that of a sum."""
+    return _operator(operator)(grad / count, *args, **kwargs)
+
+
+def convolution(shape: tuple[int, ...], x: torch.Tensor, weight: torch.Tensor, bias: Any, *args: Any) -> torch.Tensor:
+    """``aten.convolution`` of pieces that may be empty, for which torch raises; `shape` is that of the output."""
+    if x.numel() and weight.numel():
+        return torch.ops.aten.convolution(x, weight, bias, *args)
+    out = x.new_zeros(shape)
+    return out if bias is None else out + bias.view(-1, *[1] * (x.ndim - 2))
+
+
+def convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """``aten.convolution_backward`` of pieces that may be empty, for which torch raises or forgets the bias."""
+    if grad.numel() and x.numel() and weight.numel():
+        return torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *args)
+    mask = args[-1]
+    return (
+        torch.zeros_like(x) if mask[0] else None,
+        torch.zeros_like(weight) if mask[1] else None,
+        grad.sum([0, *range(2, grad.ndim)]) if mask[2] else None,
+    )
