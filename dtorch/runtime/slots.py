@@ -1,0 +1,146 @@
+"""Slots: where executors say that a piece of work is done, and how the client knows it is the one it asked about.
+
+A slot has one status word per executor, holding ``generation << 2 | state``. Generations of a slot only grow, so
+
+    word > generation << 2
+
+says that this use of the slot (or, never, a later one) is finished, and nothing has to be cleared before a slot is
+used again. A completion is matched by slot and generation, never by order.
+
+A slot nobody waits for any more but whose executors have not all answered is a *tombstone*: it is given out again,
+and what came with it is freed, only after the late answers have arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from ..errors import RunAheadError
+from .shared import DEAD, ERROR, SharedState
+
+__all__ = ["Slots", "Ticket"]
+
+_GLANCE = 4  # tombstones looked at whenever a slot is taken: more than one, so that they die out
+
+
+def _nothing() -> None:
+    pass
+
+
+class Ticket:
+    """One use of a slot.
+
+    Attributes:
+        slot: its number.
+        generation: which use of the slot this is; with `slot`, what travels in the command.
+        executors: who will answer.
+        pending: status words up to this value mean "not yet".
+    """
+
+    __slots__ = ("_control", "_indexes", "executors", "generation", "pending", "slot")
+
+    def __init__(self, state: SharedState, slot: int, generation: int, executors: tuple[int, ...]) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.executors = executors
+        self.pending = generation << 2
+        self._control = state.control
+        base = state.slot_word(slot, 0)
+        self._indexes = tuple([base + e for e in executors])
+
+    def answered(self) -> bool:
+        """Whether every executor has answered."""
+        control, pending = self._control, self.pending
+        for i in self._indexes:  # twice as fast as all()
+            if control[i] <= pending:
+                return False
+        return True
+
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for: all have answered, or an executor died."""
+        control, pending = self._control, self.pending
+        for i in self._indexes:
+            if control[i] <= pending:
+                return control[DEAD] != 0
+        return True
+
+    def unanswered(self) -> tuple[int, ...]:
+        """Executors that have not answered yet."""
+        return tuple(e for e, i in zip(self.executors, self._indexes, strict=True) if self._control[i] <= self.pending)
+
+    def failed(self) -> tuple[int, ...]:
+        """Executors that answered with an error."""
+        word = self.pending | ERROR
+        return tuple(e for e, i in zip(self.executors, self._indexes, strict=True) if self._control[i] == word)
+
+
+class Slots:
+    """The client's bookkeeping of who uses which slot. Any thread may call anything."""
+
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
+        self._lock = threading.Lock()
+        # Last freed, first used: the same few cache lines again and again.
+        self._free: list[int] = []
+        self._used = 0
+        self._generations: dict[int, int] = {}
+        self._returned: deque[tuple[Ticket, Callable[[], None]]] = deque()
+        self._tombstones: deque[tuple[Ticket, Callable[[], None]]] = deque()
+
+    def take(self, executors: Iterable[int]) -> Ticket:
+        """A slot for work that `executors` will answer.
+
+        Raises:
+            RunAheadError: all slots are in use.
+        """
+        with self._lock:
+            due = self._take_back(_GLANCE if self._used < self._state.slots else len(self._tombstones))
+            if self._free:
+                slot = self._free.pop()
+            elif self._used < self._state.slots:
+                slot = self._used
+                self._used += 1
+            else:
+                raise RunAheadError(
+                    f"{self._state.slots:,} results are awaited at once; await some before asking for more, or raise "
+                    f"the bound before the pool starts: dtorch.configure(slots={2 * self._state.slots})"
+                )
+            generation = self._generations[slot] = self._generations.get(slot, 0) + 1
+            ticket = Ticket(self._state, slot, generation, tuple(executors))
+        for on_arrival in due:
+            on_arrival()
+        return ticket
+
+    def give(self, ticket: Ticket, on_arrival: Callable[[], None] = _nothing) -> None:
+        """Give a slot back, whether or not all have answered; never waits, so finalizers may call it.
+
+        Args:
+            ticket: the slot, which the caller does not use again.
+            on_arrival: called (from some later :meth:`take` or :meth:`sweep`) once every executor has answered.
+        """
+        self._returned.append((ticket, on_arrival))
+
+    def sweep(self) -> int:
+        """Free what has been answered by now; how many tombstones are left."""
+        with self._lock:
+            due = self._take_back(len(self._tombstones))
+            left = len(self._tombstones)
+        for on_arrival in due:
+            on_arrival()
+        return left
+
+    def _take_back(self, old: int) -> list[Callable[[], None]]:
+        """Look at all that was given back since, and at `old` of the tombstones; the callbacks of those answered."""
+        for _ in range(min(old, len(self._tombstones))):
+            self._returned.append(self._tombstones.popleft())
+        due: list[Callable[[], None]] = []
+        while self._returned:
+            ticket, on_arrival = self._returned.popleft()
+            if ticket.answered():
+                self._free.append(ticket.slot)
+                due.append(on_arrival)
+            else:
+                self._tombstones.append((ticket, on_arrival))
+        return due

@@ -1,0 +1,424 @@
+"""How a waiter, in any thread or event loop, learns that something is ready.
+
+Executors set status words in shared memory and then write the pool's ``done`` eventfd, but only if someone waits. The
+eventfd is never read: a reader would take the news from the others. Instead every waiting thread, and every event
+loop, has an epoll of its own that holds it edge-triggered, so each write reaches each of them once.
+
+    1. look: ready? then no more is done
+    2. raise the waiting count, under a lock whose release is the fence
+    3. look again: an executor that did not see the count finished before this look
+    4. sleep on the epoll, with a time limit, and look after every wake-up
+
+A death is the dead word plus the same eventfd, so ``ready`` callables are looked at again then, and must say "ready"
+to let their waiters find out.
+
+There is no background thread. An event loop gets one reader while anything is pending in it, and none when it is
+idle. Only :meth:`Waiting.watch` from a thread without an asyncio loop starts a helper, for as long as it has work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+
+from .shared import DEAD, WAITING, SharedState
+
+__all__ = ["Ready", "Waiting", "in_event_loop"]
+
+Ready = Callable[[], bool]
+
+_YIELDS = 20  # of the core, before a thread sleeps
+_PASSES = 20  # through an otherwise idle event loop, before it sleeps
+_RECHECK = 0.2  # seconds any sleep is limited to
+_THROTTLE = 0.002  # seconds between looks at the run-ahead bound
+
+
+def in_event_loop() -> bool:
+    """Whether the calling thread is running an event loop (asyncio's, or any that anyio knows)."""
+    if asyncio._get_running_loop() is not None:
+        return True
+    try:
+        anyio.lowlevel.current_token()
+    except Exception:  # which error depends on anyio's version
+        return False
+    return True
+
+
+def _nothing() -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
+
+
+class Waiting:
+    """Everyone in this process who waits for executors of one pool.
+
+    Args:
+        state: the pool's shared memory.
+
+    Attributes:
+        on_wake: called in the waiter's thread before it looks again; for draining replies.
+        on_block: called when a thread is about to wait for something that is not ready; may warn or raise.
+        over_bound: whether run-ahead is past the soft bound; waits last until it is not.
+    """
+
+    def __init__(
+        self,
+        state: SharedState,
+        *,
+        on_wake: Callable[[], None] = _nothing,
+        on_block: Callable[[], None] = _nothing,
+        over_bound: Callable[[], bool] = _never,
+    ) -> None:
+        self.on_wake = on_wake
+        self.on_block = on_block
+        self.over_bound = over_bound
+        self._control = state.control
+        self._done_fd = state.done_fd
+        self._lock = threading.Lock()
+        # Invariant: the WAITING word holds the number of enter() without a leave(), once the lock is released.
+        self._count = 0
+        self._lost: deque[int] = deque()
+        self._local = threading.local()
+        self._helper = _Helper()
+
+    @property
+    def count(self) -> int:
+        """How many threads and loops wait now."""
+        with self._lock:
+            self._count -= self._forget_lost()
+            return self._count
+
+    def wait_thread(self, ready: Ready, timeout: float | None = None) -> bool:
+        """Block the calling thread until ``ready()``, at most `timeout` seconds; what ``ready()`` said last.
+
+        A few yields first, which is all that a short operator takes; then it sleeps. Ctrl-C ends it.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not ready():
+            self.on_block()
+            if not self._spin(ready) and not self._sleep(ready, deadline):
+                return False
+        while self._throttled() and (deadline is None or time.monotonic() < deadline):
+            time.sleep(_THROTTLE)
+        return True
+
+    async def wait_loop(self, ready: Ready) -> None:
+        """Suspend the calling task until ``ready()``. Cancelling it leaves nothing behind.
+
+        Works in asyncio and loops of its interface (uvloop), and in trio.
+        """
+        if not ready():
+            # In a trio run that is a guest of asyncio, an asyncio loop runs but no task of it.
+            if _in_asyncio_task():
+                await self._asyncio_hub().wait(ready)
+            else:
+                await self._anyio_hub().wait(self, ready)
+        # Executors do not tell how far they are, so this is looked at from time to time.
+        while self._throttled():  # noqa: ASYNC110
+            await anyio.sleep(_THROTTLE)
+
+    def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when ``ready()``: from the running asyncio loop, else from a helper thread."""
+        loop = asyncio._get_running_loop()
+        if loop is None or not _in_asyncio_task():
+            self._helper.add(self, ready, callback)
+        else:
+            self._asyncio_hub().watch(ready, callback)
+
+    def enter(self) -> None:
+        """Count a waiter. It must look again afterwards, before it sleeps."""
+        with self._lock:
+            self._count += 1 - self._forget_lost()
+            self._control[WAITING] = self._count
+
+    def leave(self) -> None:
+        """Count a waiter out."""
+        with self._lock:
+            self._count -= 1 + self._forget_lost()
+            self._control[WAITING] = self._count
+
+    def epoll(self) -> select.epoll:
+        """A new epoll that wakes once for every write of the done eventfd."""
+        poller = select.epoll()
+        poller.register(self._done_fd, select.EPOLLIN | select.EPOLLET)
+        return poller
+
+    def prod(self) -> None:
+        """Wake every waiter, so that it looks again."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._done_fd, 1)
+
+    def _throttled(self) -> bool:
+        return self.over_bound() and not self._control[DEAD]
+
+    def _forget_lost(self) -> int:
+        # Waiters whose loop was closed under them; their finalizers must not take the lock.
+        lost = 0
+        while self._lost:
+            lost += self._lost.popleft()
+        return lost
+
+    @staticmethod
+    def _spin(ready: Ready) -> bool:
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if ready():
+                return True
+        return False
+
+    def _sleep(self, ready: Ready, deadline: float | None) -> bool:
+        poller: select.epoll | None = getattr(self._local, "epoll", None)
+        if poller is None:
+            poller = self._local.epoll = self.epoll()
+        self.enter()
+        try:
+            while not ready():
+                limit = _RECHECK
+                if deadline is not None:
+                    limit = min(limit, deadline - time.monotonic())
+                    if limit <= 0:
+                        return False
+                poller.poll(limit)
+                self.on_wake()
+            return True
+        finally:
+            self.leave()
+
+    def _asyncio_hub(self) -> _AsyncioHub:
+        loop = asyncio.get_running_loop()
+        known: Callable[[], _AsyncioHub | None] | None = getattr(self._local, "asyncio", None)
+        hub = known() if known is not None else None
+        if hub is None or hub.loop is not loop or hub.closed:
+            hub = _AsyncioHub(self, loop)
+            self._local.asyncio = weakref.ref(hub)  # the loop alone keeps it alive
+        return hub
+
+    def _anyio_hub(self) -> _AnyioHub:
+        token = anyio.lowlevel.current_token()
+        hub: _AnyioHub | None = getattr(self._local, "anyio", None)
+        if hub is None or hub.token != token:
+            hub = self._local.anyio = _AnyioHub(self, token)
+        return hub
+
+
+def _in_asyncio_task() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
+
+
+class _AsyncioHub:
+    """All that waits in one asyncio loop: one reader, and one timer, while anything is pending.
+
+    Invariant: this loop is counted in the waiting count exactly while :attr:`_pending` is not empty.
+    """
+
+    def __init__(self, waiting: Waiting, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.closed = False
+        self._waiting = waiting
+        self._pending: dict[asyncio.Future[None], Ready] = {}
+        self._passing = False
+        self._epoll = waiting.epoll()
+        loop.add_reader(self._epoll.fileno(), self._on_readable)
+        loop.call_later(_RECHECK, self._on_timer)
+
+    def __del__(self) -> None:
+        if self._pending:
+            self._waiting._lost.append(1)
+
+    async def wait(self, ready: Ready) -> None:
+        if not self._pending and not self._passing:
+            # Alone here: a few passes cost less than a sleep and a wake-up. With company they would cost the others.
+            self._passing = True
+            try:
+                for _ in range(_PASSES):
+                    await asyncio.sleep(0)
+                    if ready():
+                        return
+                    if self._pending:
+                        break
+            finally:
+                self._passing = False
+        future = self._add(ready)
+        try:
+            if not ready():
+                await future
+        finally:
+            self._remove(future)
+
+    def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
+        future = self._add(ready)
+        future.add_done_callback(lambda _: callback())
+        if ready():
+            self._remove(future)
+            future.set_result(None)
+
+    def _add(self, ready: Ready) -> asyncio.Future[None]:
+        future = self.loop.create_future()
+        if not self._pending:
+            self._waiting.enter()
+        self._pending[future] = ready
+        return future
+
+    def _remove(self, future: asyncio.Future[None]) -> None:
+        if self._pending.pop(future, None) is not None and not self._pending:
+            self._waiting.leave()
+
+    def _scan(self) -> None:
+        for future, ready in list(self._pending.items()):
+            try:
+                done = ready()
+            except BaseException as error:
+                if not future.done():
+                    future.set_exception(error)
+                done = True
+            if done:
+                if not future.done():
+                    future.set_result(None)
+                self._remove(future)
+
+    def _on_readable(self) -> None:
+        self._epoll.poll(0)
+        self._waiting.on_wake()
+        self._scan()
+
+    def _on_timer(self) -> None:
+        if self._pending:
+            self._waiting.on_wake()
+            self._scan()
+        if self._pending or self._passing:
+            self.loop.call_later(_RECHECK, self._on_timer)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self.closed = True
+        self.loop.remove_reader(self._epoll.fileno())
+        self._epoll.close()
+
+
+class _Waiter:
+    """One task that waits in an :class:`_AnyioHub`."""
+
+    __slots__ = ("done", "error", "event", "ready")
+
+    def __init__(self, ready: Ready) -> None:
+        self.ready = ready
+        self.event = anyio.Event()
+        self.done = False
+        self.error: BaseException | None = None
+
+    def look(self) -> None:
+        try:
+            self.done = self.ready()
+        except BaseException as error:
+            self.error, self.done = error, True
+        if self.done:
+            self.event.set()
+
+
+class _AnyioHub:
+    """All that waits in one event loop that is not asyncio's.
+
+    anyio allows one waiter per descriptor, and nothing may outlive the tasks that wait; so one of them leads: it
+    waits for the epoll and looks on behalf of all. When it is done or cancelled it hands over to another.
+
+    Invariants: this loop is counted in the waiting count exactly while :attr:`_pending` is not empty; whenever a
+    task suspends here, one of the pending leads or has been told to.
+    """
+
+    def __init__(self, waiting: Waiting, token: object) -> None:
+        self.token = token
+        self._pending: dict[_Waiter, None] = {}
+        self._leader: _Waiter | None = None
+        self._epoll = waiting.epoll()
+
+    async def wait(self, waiting: Waiting, ready: Ready) -> None:
+        me = _Waiter(ready)
+        if not self._pending:
+            waiting.enter()
+        self._pending[me] = None
+        try:
+            me.look()
+            while not me.done:
+                if self._leader is None:
+                    await self._lead(waiting, me)
+                else:
+                    await me.event.wait()
+                    me.event = anyio.Event()
+        finally:
+            del self._pending[me]
+            if not self._pending:
+                waiting.leave()
+            elif self._leader is None:
+                next(iter(self._pending)).event.set()
+        if me.error is not None:
+            raise me.error
+
+    async def _lead(self, waiting: Waiting, me: _Waiter) -> None:
+        self._leader = me
+        try:
+            while not me.done:
+                with anyio.move_on_after(_RECHECK):
+                    await anyio.wait_readable(self._epoll.fileno())
+                self._epoll.poll(0)
+                waiting.on_wake()
+                for waiter in list(self._pending):
+                    if not waiter.done:
+                        waiter.look()
+        finally:
+            self._leader = None
+
+
+class _Helper:
+    """A daemon thread that calls callbacks for those who have no loop; alive only while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Invariant: a thread runs exactly while this is not empty (seen under the lock).
+        self._watched: list[tuple[Ready, Callable[[], None]]] = []
+
+    def add(self, waiting: Waiting, ready: Ready, callback: Callable[[], None]) -> None:
+        with self._lock:
+            self._watched.append((ready, callback))
+            first = len(self._watched) == 1
+        if first:
+            threading.Thread(target=self._run, args=(waiting,), name="dtorch-callbacks", daemon=True).start()
+        else:
+            waiting.prod()
+
+    def _run(self, waiting: Waiting) -> None:
+        while True:
+            waiting.wait_thread(lambda: any(_due(ready) for ready, _ in list(self._watched)))
+            with self._lock:
+                due = [w for w in self._watched if _due(w[0])]
+            for _, callback in due:
+                with contextlib.suppress(Exception):  # whoever registered it logs its own errors
+                    callback()
+            with self._lock:
+                self._watched = [w for w in self._watched if not any(w is d for d in due)]
+                if not self._watched:
+                    return
+
+
+def _due(ready: Ready) -> bool:
+    """Whether to call back: a `ready` that raises has nothing left to wait for."""
+    try:
+        return ready()
+    except Exception:
+        return True
