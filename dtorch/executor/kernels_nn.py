@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["convolution", "convolution_backward", "first_over_count", "over_count"]
+__all__ = [
+    "convolution",
+    "convolution_backward",
+    "first_over_count",
+    "native_layer_norm_backward",
+    "over_count",
+]
 
 
 @cache
@@ -46,3 +52,11 @@ def convolution_backward(
         torch.zeros_like(weight) if mask[1] else None,
         grad.sum([0, *range(2, grad.ndim)]) if mask[2] else None,
     )
+
+
+def native_layer_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, shape: list[int], mean: torch.Tensor, rstd: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The operator reads mean and rstd as if they were contiguous; slices of them are not."""
+    op = torch.ops.aten.native_layer_norm_backward
+    return op(grad, x, shape, mean.contiguous(), rstd.contiguous(), *args)

@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
-from . import cat, factory, index, matmul, pointwise, random, reduction, scan, view
+from . import (
+    attention,
+    cat,
+    factory,
+    index,
+    matmul,
+    normalization,
+    pointwise,
+    random,
+    reduction,
+    scan,
+    view,
+)
 
-__all__ = ["cat", "factory", "index", "matmul", "pointwise", "random", "reduction", "scan", "view"]
+__all__ = [
+    "attention",
+    "cat",
+    "factory",
+    "index",
+    "matmul",
+    "normalization",
+    "pointwise",
+    "random",
+    "reduction",
+    "scan",
+    "view",
+]
