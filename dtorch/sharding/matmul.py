@@ -59,7 +59,7 @@ def added(call: Call) -> Rule | None:
 
 @rule("linear")
 def linear_(call: Call) -> Rule | None:
-    """``[…,k],[n,k],[n] -> […,n]``; arrives whole only in inference mode."""
+    """``[…,k],[n,k],[n] -> […,n]``. Composites such as this one arrive whole in inference mode only."""
     x, weight, *bias = call.specs
     if weight.ndim != 2 or x.ndim < 1:
         return None
