@@ -198,18 +198,20 @@ def from_environ(environ: Mapping[str, str]) -> Config:
         ConfigError: a variable cannot be read; the one-line message says what it holds and what was expected.
     """
     variables = {_PREFIX + name.upper(): name for name in _NAMES} | _ALIASES
-    config = _DEFAULTS
+    values: dict[str, Any] = {}
     for variable, name in variables.items():
         text = environ.get(variable)
         if text is None:
             continue
+        holds, wanted = _BOUNDS[name]
         try:
-            config = replace(config, **{name: _parse(name, text)})
-        except (KeyError, ValueError) as error:
-            # "soft <= hard" is about two options: its own text says more than one option's bound.
-            detail = str(error) if "is above" in str(error) else f"expected {_BOUNDS[name][1]}"
-            raise ConfigError(f"{variable}={text!r}: {detail}") from None
-    return config
+            values[name] = _parse(name, text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{variable}={text!r}: expected {wanted}") from None
+        if not holds(values[name]):
+            raise ConfigError(f"{variable}={text!r}: expected {wanted}")
+    # Only now: bounds that concern two options hold for both as they end up.
+    return replace(_DEFAULTS, **values)
 
 
 _current: Config | None = None
