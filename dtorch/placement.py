@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Partial", "Placement", "Replicate", "Shard", "as_placement", "as_placements"]
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "as_placement", "as_placements", "fitting"]
 
 REDUCE_OPS = ("sum", "avg", "max", "min")
 
@@ -167,3 +167,14 @@ def _resolved(p: Shard, tensor_ndim: int) -> Shard:
         legal = f"legal dims are {-tensor_ndim} to {tensor_ndim - 1}"
         raise ValueError(f"{p} is out of range for a tensor of {tensor_ndim} dims; {legal}")
     return Shard(p.dim + tensor_ndim)
+
+
+def fitting(placements: Sequence[Any] | Any | None, ndim: int) -> tuple[Placement, ...] | None:
+    """`placements` for a tensor of `ndim` dims among several of different ndim, as a module's parameters are:
+    a Shard of a dim that this one lacks is Replicate.
+    """
+    if placements is None:
+        return None
+    given = placements if isinstance(placements, Sequence) else (placements,)
+    got = (as_placement(p) for p in given)
+    return tuple(p if not isinstance(p, Shard) or -ndim <= p.dim < ndim else REPLICATE for p in got)

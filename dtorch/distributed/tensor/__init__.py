@@ -1,0 +1,30 @@
+"""``torch.distributed.tensor``: same names, same arguments; one process drives every rank.
+
+``DTensor`` is :class:`dtorch.Tensor`. There is no process group to initialise and no current rank: a tensor given
+to :func:`distribute_tensor` is the whole value, ``from_local`` takes one tensor per rank or a function of the rank.
+"""
+
+from ...factories import distribute_tensor, empty, from_local, full, ones, rand, randn, zeros
+from ...placement import Partial, Placement, Replicate, Shard
+from ...tensor import Tensor as DTensor
+from . import parallel, placement_types
+from .module import distribute_module
+
+__all__ = [
+    "DTensor",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "from_local",
+    "full",
+    "ones",
+    "parallel",
+    "placement_types",
+    "rand",
+    "randn",
+    "zeros",
+]

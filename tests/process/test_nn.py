@@ -1,0 +1,224 @@
+"""dtorch.nn: torch's modules, whose parameters are made on a mesh and start with torch's bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import Replicate, Shard, init_device_mesh, nn
+
+MAKERS: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "Linear": lambda nn: nn.Linear(5, 3),
+    "Linear without bias": lambda nn: nn.Linear(5, 3, bias=False, dtype=torch.float64),
+    "Bilinear": lambda nn: nn.Bilinear(3, 4, 5),
+    "Embedding": lambda nn: nn.Embedding(7, 4, padding_idx=2),
+    "EmbeddingBag": lambda nn: nn.EmbeddingBag(7, 4),
+    "Conv1d": lambda nn: nn.Conv1d(2, 4, 3),
+    "Conv2d": lambda nn: nn.Conv2d(2, 4, 3, padding_mode="reflect", padding=1),
+    "ConvTranspose2d": lambda nn: nn.ConvTranspose2d(2, 4, 3),
+    "LayerNorm": lambda nn: nn.LayerNorm(6),
+    "RMSNorm": lambda nn: nn.RMSNorm(6),
+    "GroupNorm": lambda nn: nn.GroupNorm(2, 6),
+    "BatchNorm2d": lambda nn: nn.BatchNorm2d(6),
+    "PReLU": lambda nn: nn.PReLU(3),
+    "GRU": lambda nn: nn.GRU(3, 4, num_layers=2),
+    "LSTMCell": lambda nn: nn.LSTMCell(3, 4),
+    "MultiheadAttention": lambda nn: nn.MultiheadAttention(8, 2),
+    "TransformerEncoderLayer": lambda nn: nn.TransformerEncoderLayer(8, 2, 16),
+    "Sequential": lambda nn: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 2)),
+}
+
+
+def same_bits(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    mine, wanted = ours.state_dict(), theirs.state_dict()
+    assert list(mine) == list(wanted)
+    for name, value in mine.items():
+        assert type(value) is dtorch.Tensor, name
+        assert torch.equal(value.to_torch(), wanted[name]), name
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_modules_start_with_torchs_bits(name: str) -> None:
+    torch.manual_seed(5)
+    theirs = MAKERS[name](torch.nn)
+    dtorch.manual_seed(5)
+    ours = MAKERS[name](nn)
+    same_bits(ours, theirs)
+    assert isinstance(ours, type(theirs))
+    assert type(ours).__name__ == type(theirs).__name__
+    assert all(isinstance(p, torch.nn.Parameter) and p.requires_grad for p in ours.parameters())
+
+
+@pytest.mark.parametrize("name", ["Linear", "Embedding", "LayerNorm", "TransformerEncoderLayer"])
+def test_sharded_modules_start_with_torchs_bits(name: str) -> None:
+    torch.manual_seed(6)
+    theirs = MAKERS[name](torch.nn)
+    dtorch.manual_seed(6)
+    with dtorch.device_mesh(init_device_mesh("cpu", 2)), dtorch.graph.placements_guard([Shard(0)]):
+        ours = MAKERS[name](torch.nn)
+    same_bits(ours, theirs)
+
+
+def test_every_module_of_torch_has_its_name_here() -> None:
+    for name in torch.nn.modules.__all__:
+        ours, theirs = getattr(nn, name), getattr(torch.nn, name)
+        assert issubclass(ours, theirs)
+        assert name in nn.__all__
+    assert nn.Module is torch.nn.Module
+    assert nn.Parameter is torch.nn.Parameter
+    assert nn.ReLU is torch.nn.ReLU
+    assert nn.Linear is nn.Linear
+    assert nn.modules is torch.nn.modules
+    assert not hasattr(nn, "Nonsense")
+
+
+def test_placements_are_those_of_the_parameters() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=["dp", "tp"])
+    m = nn.Linear(6, 4, device_mesh=mesh, placements=[Replicate(), Shard(1)])
+    assert m.weight.device_mesh is mesh
+    assert m.weight.placements == [Replicate(), Shard(1)]
+    assert m.bias.placements == [Replicate(), Replicate()]
+    assert [tuple(m.weight.to_local(r).shape) for r in range(2)] == [(4, 3), (4, 3)]
+    on_slice = nn.Linear(6, 4, device_mesh=mesh["tp"], placements=[Shard(0)])
+    assert on_slice.weight.device_mesh is mesh
+    assert on_slice.bias.placements == [Replicate(), Shard(0)]
+    norm = nn.BatchNorm1d(4, device_mesh=mesh, placements=[Replicate(), Shard(0)])
+    assert norm.running_mean.placements == [Replicate(), Shard(0)]
+    assert norm.num_batches_tracked.placements == [Replicate(), Replicate()]
+
+
+def test_arguments_are_checked() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    with pytest.raises(ValueError, match="exclude each other"):
+        nn.Linear(2, 2, device="cpu", device_mesh=mesh)
+    with pytest.raises(ValueError, match=r"no parameter has the dim of Shard\(2\); it has weight \[4, 6\], bias \[4\]"):
+        nn.Linear(6, 4, device_mesh=mesh, placements=[Shard(2)])
+    with pytest.raises(ValueError, match="one placement per mesh dim"):
+        nn.Linear(6, 4, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    assert nn.Linear(2, 2, device="cpu").weight.device_mesh == dtorch.DeviceMesh("cpu")
+    assert nn.Linear(2, 2, device="meta").weight.is_meta
+
+
+def test_copies_and_pickles() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    m = nn.Linear(6, 4, device_mesh=mesh, placements=[Shard(0)])
+    twin = copy.deepcopy(m)
+    assert type(twin) is nn.Linear
+    assert twin.weight.placements == [Shard(0)]
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert m.weight.to_torch().abs().sum() > 0
+    again = pickle.loads(pickle.dumps(m))
+    assert type(again) is nn.Linear
+    assert torch.equal(again.weight, m.weight.to_torch())
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert torch.equal(saved["weight"], m.weight.to_torch())
+    m.load_state_dict({name: torch.ones_like(value) for name, value in saved.items()})
+    assert m.weight.placements == [Shard(0)]
+    assert (m.weight.to_torch() == 1).all()
+
+
+def test_users_modules() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(dtorch.full((3,), 2.0))
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale
+
+    m = Scale()
+    assert [name for name, _ in m.named_parameters()] == ["scale", "linear.weight", "linear.bias"]
+    m(dtorch.ones(2, 3)).sum().backward()
+    expected = m.linear(dtorch.ones(2, 3)).sum(0)
+    assert torch.allclose(m.scale.grad.to_torch(), expected.to_torch())
+
+
+# model.to(mesh).
+
+
+def test_a_plain_model_moves_to_a_mesh() -> None:
+    torch.manual_seed(0)
+    m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    m[2].weight = m[0].weight
+    m[0].weight.note = "kept"
+    before = {name: value.clone() for name, value in m.state_dict().items()}
+    mesh = init_device_mesh("cpu", 2)
+    assert m.to(mesh) is m
+    for name, value in m.state_dict().items():
+        assert value.device_mesh is mesh
+        assert value.placements == [Replicate()]
+        assert torch.equal(value.to_torch(), before[name])
+    assert m[2].weight is m[0].weight
+    assert m[0].weight.note == "kept"
+    weight = m[0].weight
+    assert m.to(mesh)[0].weight is weight
+    m.to(mesh, torch.float64)
+    assert m[0].weight.dtype == torch.float64
+    assert m[0].weight.to_torch().dtype == torch.float64
+    assert m[0].weight.device_mesh is mesh
+
+
+def test_to_is_torchs_for_all_else() -> None:
+    m = torch.nn.Linear(2, 2)
+    assert m.to(torch.float64).weight.dtype == torch.float64
+    assert m.to("cpu").weight.device.type == "cpu"
+    assert m.to(device="meta").weight.is_meta
+    with pytest.raises(ValueError, match="no values to distribute"):
+        m.to(init_device_mesh("cpu", 2))
+
+
+def test_sharded_parameters_stay_when_the_model_is_already_there() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    m = nn.Linear(4, 4, device_mesh=mesh, placements=[Shard(0)])
+    assert m.to(mesh).weight.placements == [Shard(0)]
+
+
+# Lazy modules.
+
+
+def test_lazy_modules_take_shape_on_the_mesh() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    torch.manual_seed(3)
+    theirs = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
+    dtorch.manual_seed(3)
+    ours = torch.nn.Sequential(
+        nn.LazyLinear(4, device_mesh=mesh, placements=[Shard(0)]), nn.LazyBatchNorm1d(device_mesh=mesh)
+    )
+    x = torch.arange(12.0).reshape(2, 6)
+    theirs(x)
+    ours(dtorch.distribute_tensor(x, mesh, [Replicate()]))
+    assert type(ours[0]) is torch.nn.Linear
+    assert ours[0].weight.placements == [Shard(0)]
+    assert ours[1].running_mean.placements == [Replicate()]
+    assert torch.equal(ours[0].weight.to_torch(), theirs[0].weight)
+
+
+# The rest of the namespace.
+
+
+def test_functional_init_and_utils_are_torchs() -> None:
+    assert nn.functional.relu is torch.nn.functional.relu
+    assert nn.init.xavier_uniform_ is torch.nn.init.xavier_uniform_
+    assert nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad_norm_
+    assert nn.utils.rnn.pad_sequence is torch.nn.utils.rnn.pad_sequence
+    assert nn.utils.parametrizations.weight_norm is torch.nn.utils.parametrizations.weight_norm
+    assert set(dir(torch.nn.functional)) <= set(dir(nn.functional))
+
+
+def test_wrappers_that_placements_replace_say_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"model\.to\(mesh\)"):
+        nn.DataParallel(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match="data-parallel by its placements"):
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
