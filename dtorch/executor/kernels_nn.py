@@ -11,6 +11,7 @@ __all__ = [
     "convolution",
     "convolution_backward",
     "first_over_count",
+    "native_batch_norm_backward",
     "native_layer_norm_backward",
     "over_count",
 ]
@@ -60,3 +61,16 @@ def native_layer_norm_backward(
     """The operator reads mean and rstd as if they were contiguous; slices of them are not."""
     op = torch.ops.aten.native_layer_norm_backward
     return op(grad, x, shape, mean.contiguous(), rstd.contiguous(), *args)
+
+
+def native_batch_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The operator kills its process where the batch is empty."""
+    if x.numel():
+        return torch.ops.aten.native_batch_norm_backward(grad, x, *args)
+    channels = next((a for a in args if isinstance(a, torch.Tensor) and a.numel()), x).dtype
+    return tuple(
+        torch.zeros(shape, dtype=dtype) if keep else None
+        for keep, shape, dtype in zip(args[-1], (x.shape, x.shape[1:2], x.shape[1:2]), (x.dtype, channels, channels), strict=True)
+    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from . import (
     attention,
+    batch_norm,
     cat,
+    convolution,
     factory,
     index,
+    loss,
     matmul,
     normalization,
     pointwise,
@@ -18,9 +21,12 @@ from . import (
 
 __all__ = [
     "attention",
+    "batch_norm",
     "cat",
+    "convolution",
     "factory",
     "index",
+    "loss",
     "matmul",
     "normalization",
     "pointwise",

@@ -14,7 +14,7 @@ g = torch.Generator().manual_seed(0)
 
 
 def rn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=g, dtype=torch.float64)
+    return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
 def sdpa(b: int, h: int, hk: int, lq: int, lk: int, d: int, causal: bool, mask: torch.Tensor | None) -> list[Sample]:

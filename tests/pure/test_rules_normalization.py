@@ -16,7 +16,7 @@ g = torch.Generator().manual_seed(0)
 
 
 def rn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=g, dtype=torch.float64)
+    return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
 def _norms() -> list[Sample]:
@@ -88,3 +88,55 @@ def test_layer_norm_over_a_sharded_dim_is_refused() -> None:
 def test_gradient_of_a_replicated_weight_is_partial() -> None:
     plan = check(SAMPLES[2], (3,), [(S(0),), (S(0),), (S(0),), (S(0),), (R,), (R,)])
     assert [s.placements for s in plan.outs] == [(S(0),), (P(),), (P(),)]  # type: ignore[union-attr]
+
+
+# ---- batch norm ------------------------------------------------------------------------------------------
+
+
+def _batch_norms(training: bool) -> list[Sample]:
+    x, w, b, mean, var = rn(5, 4, 3), rn(4), rn(4), rn(4), rn(4).abs() + 1
+    _, sm, si = aten.native_batch_norm.default(x, w, b, mean.clone(), var.clone(), training, 0.1, 1e-5)
+    back = aten.native_batch_norm_backward.default
+    return [
+        Sample(aten.native_batch_norm.default, (x, w, b, mean, var, training, 0.1, 1e-5)),
+        Sample(back, (rn(5, 4, 3), x, w, mean, var, sm, si, training, 1e-5, [True, True, True])),
+        Sample(back, (rn(5, 4, 3), x, w, mean, var, sm, si, training, 1e-5, [True, False, False])),
+    ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_meshes(training: bool) -> None:
+    report = sweep(_batch_norms(training), cap=16)
+    assert not report.wrong, str(report)
+    assert len(report.checked) == 2, str(report)
+
+
+def test_batch_norm_of_a_sharded_batch_takes_statistics_of_the_whole() -> None:
+    sample = _batch_norms(True)[0]
+    x, w, b, mean, var = sample.args[:5]
+    want = [x, w, b, mean.clone(), var.clone()]
+    truth = aten.native_batch_norm.default(*want, True, 0.1, 1e-5)
+    for shape, placed in (((2,), (S(0),)), ((3,), (S(0),)), ((2, 2), (S(0), R)), ((2, 2), (S(0), S(2)))):
+        whole = (R,) * len(shape)
+        mesh = mesh_of(shape)
+        args: list[Any] = [SimTensor.distribute(x, mesh, placed)]
+        args += [SimTensor.distribute(t.clone(), mesh, whole) for t in (w, b, mean, var)]
+        SimTensor.counts.clear()
+        got = aten.native_batch_norm.default(*args, True, 0.1, 1e-5)
+        assert SimTensor.counts["redistribute"] == 2
+        for a, t in zip([*got, args[3], args[4]], [*truth, want[3], want[4]], strict=True):
+            torch.testing.assert_close(a.full(), t)
+
+
+def test_batch_norm_backward_of_a_sharded_batch() -> None:
+    for sample in _batch_norms(True)[1:]:
+        check(sample, (3,), [(S(0),), (S(0),), *[(R,)] * 5])
+        check(sample, (2, 2), [(S(0), R), (S(0), S(2)), *[(R, R)] * 5])
+
+
+def test_running_statistics_are_never_moved_to_be_written() -> None:
+    # Sharded channels with replicated statistics: a slice would be written and the rest left behind.
+    sample = _batch_norms(True)[0]
+    with pytest.raises(PlacementError):
+        check(sample, (2,), [(S(1),), (R,), (R,), (R,), (R,)])
+    check(sample, (2,), [(S(1),), (S(0),), (R,), (S(0),), (S(0),)])
