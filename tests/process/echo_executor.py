@@ -11,12 +11,13 @@ from typing import Any
 from dtorch.future import TensorFuture
 from dtorch.runtime.config import Config
 from dtorch.runtime.ring import CONTROL, FIRST_PLAN, FREE, WRAP, Notifier, Reader, Writer
-from dtorch.runtime.shared import DEAD, DONE, SharedState
+from dtorch.runtime.shared import DEAD, DONE, MISC, SharedState
 from dtorch.runtime.slots import Slots, Ticket
 from dtorch.runtime.waiting import Waiting
 
 ANSWER = FIRST_PLAN  # [index of the status word, its value, delay in µs]
 EXIT = FIRST_PLAN + 1
+HOLD = 1 << 62  # as a delay: answer only once the pool's release() was called
 
 
 def run(fds: dict[str, int], executor: int, wake_fd: int) -> None:
@@ -35,7 +36,11 @@ def run(fds: dict[str, int], executor: int, wake_fd: int) -> None:
             p = at & mask
             plan, n = ring[p] & 0xFFFFFFFF, ring[p] >> 32
             if plan == ANSWER:
-                if ring[p + 3]:
+                if ring[p + 3] == HOLD:
+                    notifier.flush()
+                    while not state.control[MISC]:
+                        time.sleep(0.002)
+                elif ring[p + 3]:
                     until = time.monotonic() + ring[p + 3] * 1e-6
                     while (left := until - time.monotonic()) > 0:
                         notifier.flush()
@@ -94,6 +99,10 @@ class EchoPool:
             self.slots.give(ticket, lambda: abandoned.append(ticket.slot) if abandoned is not None else None)
 
         return TensorFuture(ticket.is_done, fetch, self.waiting, abandon)
+
+    def release(self) -> None:
+        """Let all held answers, and those to come, go."""
+        self.state.control[MISC] = 1
 
     def kill(self) -> None:
         """Kill the executor, and tell as the warden would."""

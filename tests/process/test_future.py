@@ -18,7 +18,7 @@ import torch
 
 from dtorch.future import TensorFuture, VoidFutureCollect
 from dtorch.runtime import modes
-from tests.process.echo_executor import EchoPool
+from tests.process.echo_executor import HOLD, EchoPool
 
 BACKENDS = ["asyncio", "trio"]
 
@@ -35,12 +35,13 @@ def fail() -> Any:
 
 
 def test_get(pool: EchoPool) -> None:
-    future = pool.future(20_000, lambda: 7)
+    future = pool.future(HOLD, lambda: 7)
     assert not future.is_ready() and future.running()
     assert repr(future) == "<TensorFuture pending>"
     with pytest.raises(TimeoutError, match=r"0\.001 s; it is still on its way"):
         future.get(timeout=0.001)
     assert not future.wait_for(1)
+    pool.release()
     assert future.wait(timeout=5) and future.wait_for(0)
     assert future.get() == future.get(timeout=0) == future.result() == 7
     assert future.exception() is None
@@ -125,13 +126,14 @@ def test_one_future_across_loops(pool: EchoPool, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancelled_await_leaves_the_future_usable(pool: EchoPool, backend: str) -> None:
     async def main() -> None:
-        future = pool.future(50_000)
+        future = pool.future(HOLD)
         with anyio.move_on_after(0.005) as scope:
             await future
         assert scope.cancelled_caught
         with pytest.raises(TimeoutError):
             with anyio.fail_after(0.001):
                 await future
+        pool.release()
         assert await future == "value"
 
     anyio.run(main, backend=backend)
@@ -143,7 +145,8 @@ def test_asyncio_tools(pool: EchoPool) -> None:
         assert await asyncio.wait_for(as_coroutine(pool.future(1000)), 5) == "value"
         assert await asyncio.gather(*(as_coroutine(pool.future()) for _ in range(20))) == ["value"] * 20
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(as_coroutine(pool.future(100_000)), 0.005)
+            await asyncio.wait_for(as_coroutine(pool.future(HOLD)), 0.005)
+        pool.release()
         assert await asyncio.wrap_future(pool.future(1000)) == "value"
         with pytest.raises(IndexError):
             await asyncio.wrap_future(pool.future(1000, fail))
@@ -157,11 +160,12 @@ def test_a_dropped_future_frees_its_slot_when_the_answer_arrives(pool: EchoPool,
 
     async def main() -> None:
         with anyio.move_on_after(0.005):
-            await pool.future(600_000, abandoned=freed)
+            await pool.future(HOLD, abandoned=freed)
 
     anyio.run(main, backend=backend)
     gc.collect()
     assert pool.slots.sweep() == 1 and freed == []
+    pool.release()
     deadline = time.monotonic() + 5
     while pool.slots.sweep() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -173,13 +177,13 @@ def test_a_dropped_future_frees_its_slot_when_the_answer_arrives(pool: EchoPool,
 
 
 def test_death_raises_everywhere(pool: EchoPool) -> None:
-    futures = [pool.future(5_000_000) for _ in range(200)]
+    futures = [pool.future(HOLD) for _ in range(200)]
     threading.Timer(0.05, pool.kill).start()
     start = time.monotonic()
     for future in futures:
         with pytest.raises(RuntimeError, match="died"):
             future.get(10)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 3
     with pytest.raises(RuntimeError, match="died"):
         asyncio.run(as_coroutine(pool.future()))
 
@@ -226,17 +230,18 @@ def test_concurrent_futures_tools(pool: EchoPool) -> None:
     assert set(order) == set(futures)
     done, left = concurrent.futures.wait(futures, timeout=5)
     assert len(done) == 4 and not left
-    slow = pool.future(300_000)
+    slow = pool.future(HOLD)
     assert concurrent.futures.wait([slow], timeout=0.01) == (set(), {slow})
     done, _ = concurrent.futures.wait([slow, futures[1]], return_when="FIRST_COMPLETED", timeout=5)
     assert done == {futures[1]}
 
 
 def test_collect(pool: EchoPool) -> None:
-    both = VoidFutureCollect([pool.future(0), pool.future(10_000)])
+    both = VoidFutureCollect([pool.future(0), pool.future(HOLD)])
     assert not both.is_ready()
     with pytest.raises(TimeoutError):
         both.get(timeout=0.001)
+    pool.release()
     assert both.get() is None and both.is_ready() and both.wait()
     assert asyncio.run(as_coroutine(VoidFutureCollect([pool.future(100 * i) for i in range(50)]))) is None
     with pytest.raises(IndexError):
@@ -323,25 +328,24 @@ def test_inference_tensors_follow_the_task(pool: EchoPool) -> None:
 
 def test_adopted_modes_are_the_loops_own(pool: EchoPool) -> None:
     def run() -> None:
-        got: list[bool] = []
+        others: list[bool] = []
+        mine: list[bool] = []
 
         async def other() -> None:
-            got.append(torch.is_grad_enabled())
+            others.append(torch.is_grad_enabled())
 
         async def main() -> None:
             modes.adopt()
-            task = asyncio.ensure_future(other())
-            await pool.future(5000)
-            await task
-            with torch.enable_grad():
-                task = asyncio.ensure_future(other())
-                await pool.future(5000)
-                got.append(torch.is_grad_enabled())
-            await task
+            for context in (torch.no_grad(), torch.enable_grad()):
+                with context:
+                    task = asyncio.ensure_future(other())
+                    await pool.future(50_000)
+                    mine.append(torch.is_grad_enabled())
+                await task
 
         with torch.no_grad():
             asyncio.run(main())
-        assert got == [False, False, True]
+        assert (others, mine) == ([False, False], [False, True])
         assert torch.is_grad_enabled()
 
     thread_raises: list[BaseException] = []

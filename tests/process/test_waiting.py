@@ -15,9 +15,10 @@ import anyio.lowlevel
 import pytest
 import trio
 
+from dtorch.runtime import ring as ring_module
 from dtorch.runtime import waiting as waiting_module
 from dtorch.runtime.waiting import Ready, Waiting, in_event_loop
-from tests.process.echo_executor import EchoPool
+from tests.process.echo_executor import HOLD, EchoPool
 
 
 @pytest.fixture
@@ -48,17 +49,18 @@ def test_thread_waits_until_ready(pool: EchoPool) -> None:
 
 
 def test_thread_timeout(pool: EchoPool) -> None:
-    ticket = pool.issue(200_000)
+    ticket = pool.issue(HOLD)
     start = time.monotonic()
     assert not pool.waiting.wait_thread(ticket.is_done, 0.03)
-    assert 0.03 <= time.monotonic() - start < 0.19
+    assert time.monotonic() - start >= 0.03
     assert not pool.waiting.wait_thread(ticket.is_done, 0)
+    pool.release()
     assert pool.waiting.wait_thread(ticket.is_done, 5)
     assert pool.waiting.count == 0
 
 
 def test_interrupt_ends_a_wait(pool: EchoPool) -> None:
-    ticket = pool.issue(3_000_000)
+    ticket = pool.issue(HOLD)
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -160,7 +162,7 @@ def test_an_error_in_ready_reaches_its_waiter_alone(pool: EchoPool, backend: str
 
 
 def test_loop_that_closes_under_its_waiters_is_counted_out(pool: EchoPool) -> None:
-    ticket = pool.issue(100_000)
+    ticket = pool.issue(HOLD)
     loop = asyncio.new_event_loop()
     task = loop.create_task(pool.waiting.wait_loop(ticket.is_done))
     loop.run_until_complete(asyncio.sleep(0.02))
@@ -191,12 +193,12 @@ def test_a_lost_wake_up_costs_no_more_than_the_recheck(pool: EchoPool) -> None:
         timer.start()
         start = time.monotonic()
         wait(pool.waiting, flag.is_set)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5
         timer.join()
 
 
 def test_death_frees_all_kinds_of_waiters(pool: EchoPool) -> None:
-    tickets = [pool.issue(5_000_000) for _ in range(30)]
+    tickets = [pool.issue(HOLD) for _ in range(30)]
     freed: list[int] = []
 
     def thread(i: int) -> None:
@@ -233,7 +235,7 @@ def test_death_frees_all_kinds_of_waiters(pool: EchoPool) -> None:
 
 def test_closing_the_pool_frees_waiters() -> None:
     pool = EchoPool()
-    ticket = pool.issue(5_000_000)
+    ticket = pool.issue(HOLD)
     thread = threading.Thread(target=pool.waiting.wait_thread, args=(ticket.is_done, 20))
     thread.start()
     time.sleep(0.05)
@@ -290,8 +292,13 @@ def test_waiting_sleeps(pool: EchoPool) -> None:
         assert time.process_time() - before < 0.1
 
 
-def test_stress() -> None:
-    """4 threads, an asyncio and a trio loop, with pauses and cancellations, on a ring that laps many times."""
+def test_stress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 threads, an asyncio and a trio loop, with pauses and cancellations, on a ring that laps many times.
+
+    Without the timed second looks, so that a single lost wake-up shows.
+    """
+    monkeypatch.setattr(waiting_module, "_RECHECK", 1000)
+    monkeypatch.setattr(ring_module, "_RECHECK_MS", 1_000_000)
     pool = EchoPool(ring_bytes=1 << 13)
     per = 6000
     seed = 20261129

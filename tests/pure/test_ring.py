@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from dtorch.errors import ExecutorDiedError, PoolError, RunAheadError
+from dtorch.runtime import ring
 from dtorch.runtime.config import Config
 from dtorch.runtime.reply import ReplyReader, ReplyWriter, reply_memfd
 from dtorch.runtime.ring import CONTROL, FIRST_PLAN, FREE, WRAP, Notifier, Reader, Writer
@@ -95,7 +96,7 @@ def test_records_arrive_whole_and_in_order_over_many_laps(state: SharedState) ->
 def test_inline_writing_as_the_hot_path_does_it(state: SharedState) -> None:
     writer = Writer(state, small())
     reader = reader_of(writer)
-    ring, control, mask = state.ring_words, state.control, writer.mask
+    words, control, mask = state.ring_words, state.control, writer.mask
     for i in range(2000):
         with writer.lock:
             head = writer.head
@@ -104,8 +105,8 @@ def test_inline_writing_as_the_hot_path_does_it(state: SharedState) -> None:
                 head = writer.make_room(3)
                 end = head + 3
             p = head & mask
-            ring[p] = FIRST_PLAN | 3 << 32
-            ring[p + 1] = i
+            words[p] = FIRST_PLAN | 3 << 32
+            words[p + 1] = i
             state.ring_doubles[p + 2] = -i / 4
             writer.head = control[WRITE] = end
             writer.issued += 1
@@ -113,7 +114,7 @@ def test_inline_writing_as_the_hot_path_does_it(state: SharedState) -> None:
             assert [w[0] for _, w in drain(reader)] == list(range(max(0, i - 6), i + 1))
     assert state.ring_doubles[p + 2] == -1999 / 4
     state.ring_ints[p + 1] = -1
-    assert ring[p + 1] == (1 << 64) - 1
+    assert words[p + 1] == (1 << 64) - 1
 
 
 def test_bytes_records(state: SharedState) -> None:
@@ -261,7 +262,8 @@ def test_wake(state: SharedState, state_word: int, unread: int, sync: bool, woke
     assert state.control[line + EXECUTOR_STATE] == (RUNNING if woken else state_word)
 
 
-def test_a_waiting_reader_dozes_then_sleeps_and_hears_at_once(state: SharedState) -> None:
+def test_a_waiting_reader_dozes_then_sleeps_until_woken(state: SharedState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_RECHECK_MS", 1_000_000)
     writer = Writer(state, small())
     reader = reader_of(writer)
     idle: list[int] = []
@@ -276,10 +278,8 @@ def test_a_waiting_reader_dozes_then_sleeps_and_hears_at_once(state: SharedState
     assert state.control[word] == ASLEEP
     with writer.lock:
         writer.write_record(FIRST_PLAN, (1,))
-    start = time.monotonic()
     writer.wake((0,))
-    thread.join(5)
-    assert time.monotonic() - start < 0.15
+    thread.join(10)
     assert seen == [(0, 2)] and idle == [1]
     assert state.control[word] == RUNNING
 
@@ -300,14 +300,13 @@ def test_a_reader_notices_without_being_woken(state: SharedState) -> None:
 
 def test_reader_timeout(state: SharedState) -> None:
     reader = reader_of(Writer(state, small()))
-    start = time.monotonic()
     assert reader.wait(0.02) is None
-    assert time.monotonic() - start < 0.3
     assert state.control[executor_line(0) + EXECUTOR_STATE] == RUNNING
 
 
-def test_a_reader_in_another_thread_loses_nothing() -> None:
+def test_a_reader_in_another_thread_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reader and writer race on a small ring, with naps on both sides and never a wake-up too few."""
+    monkeypatch.setattr(ring, "_RECHECK_MS", 1_000_000)
     state = SharedState.create(small())
     writer = Writer(state, small())
     reader = reader_of(writer)
@@ -316,7 +315,7 @@ def test_a_reader_in_another_thread_loses_nothing() -> None:
 
     def read() -> None:
         rng = random.Random(3)
-        while len(got) < n and reader.wait(10) is not None:
+        while len(got) < n and reader.wait(20) is not None:
             got.extend(w[0] for _, w in drain(reader))
             if rng.random() < 0.01:
                 time.sleep(0.0002)
@@ -330,7 +329,7 @@ def test_a_reader_in_another_thread_loses_nothing() -> None:
         writer.wake((0,))
         if rng.random() < 0.001:
             time.sleep(0.005)
-    thread.join(20)
+    thread.join(40)
     assert got == list(range(n))
     state.close()
 
