@@ -1,21 +1,49 @@
-"""Shapes, strides and dtypes of an operator's outputs, exactly as torch's CPU kernels give them."""
+"""Shapes, strides and dtypes of an operator's outputs, exactly as torch's CPU kernels give them.
+
+Three ways, fastest first:
+
+* closed forms, for elementwise operators (the algorithm of torch's TensorIterator), reductions and products;
+* torch's meta kernels, for everything else and for every call that is wrong, so that errors are torch's own;
+* torch's fake tensors, where an operator has no meta kernel but can be decomposed.
+
+Dtypes of elementwise operators are learned from torch itself: the operator is run once on tensors of one
+element for each combination of dtypes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..spec import TensorSpec
-from .rule import Num, OutMeta, signature
+from ..spec import TensorSpec, contiguous_stride
+from .rule import UNTAGGED_POINTWISE, Num, OutMeta, Signature, dims_of, signature
 
-__all__ = ["infer"]
+__all__ = ["closed_form", "infer"]
+
+Outputs = tuple[OutMeta | None, ...]
+Shape = tuple[int, ...]
+Form = Callable[[torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Outputs | None]
+
+_forms: dict[str, Form] = {}
 
 
-def infer(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[OutMeta | None, ...]:
+def closed_form(*stems: str) -> Callable[[Form], Form]:
+    """Register ``f(func, args, kwargs)`` as the closed form of operators; it returns None where it does not
+    apply, and where the call is wrong: the meta kernel then raises torch's error."""
+
+    def register(form: Form) -> Form:
+        for stem in stems:
+            _forms[stem] = form
+        return form
+
+    return register
+
+
+def infer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """The outputs of a call, flat over the returns; None for an undefined tensor.
 
     Args:
@@ -25,7 +53,18 @@ def infer(
     Raises:
         Whatever torch raises for these arguments.
     """
+    sig = signature(func)
+    form = _forms.get(sig.stem)
+    if form is None and (sig.pointwise or sig.stem in UNTAGGED_POINTWISE):
+        form = _pointwise
+    if form is not None and not sig.has_out:
+        found = form(func, args, kwargs)
+        if found is not None:
+            return found
     return by_meta(func, args, kwargs)
+
+
+# ---- meta kernels -----------------------------------------------------------------------------------
 
 
 def _meta(value: Any) -> Any:
@@ -39,7 +78,7 @@ def _meta(value: Any) -> Any:
     return value
 
 
-def _flat(result: Any, out: list[OutMeta | None]) -> None:
+def _flat(result: Any, out: list[OutMeta | None]) -> list[OutMeta | None]:
     if isinstance(result, torch.Tensor):
         out.append(OutMeta(tuple(result.shape), tuple(result.stride()), result.dtype))
     elif isinstance(result, (list, tuple)):
@@ -47,14 +86,324 @@ def _flat(result: Any, out: list[OutMeta | None]) -> None:
             _flat(r, out)
     elif result is None:
         out.append(None)
+    return out
 
 
-def by_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[OutMeta | None, ...]:
+def by_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """Run the operator on meta tensors."""
     given = {k: _meta(v) for k, v in kwargs.items()}
     if "device" in signature(func).index:
         given.pop("pin_memory", None)
         given["device"] = "meta"
-    out: list[OutMeta | None] = []
-    _flat(func(*[_meta(a) for a in args], **given), out)
+    try:
+        return tuple(_flat(func(*[_meta(a) for a in args], **given), []))
+    except NotImplementedError:
+        return _by_fake(func, args, kwargs)
+
+
+def _by_fake(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """Run the operator on fake cpu tensors, which decompose what has no meta kernel."""
+    with FakeTensorMode() as mode:
+
+        def fake(value: Any) -> Any:
+            if type(value) is TensorSpec:
+                return mode.from_tensor(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
+            if type(value) is Num:
+                return value.value
+            return type(value)([fake(v) for v in value]) if isinstance(value, (list, tuple)) else value
+
+        return tuple(_flat(func(*[fake(a) for a in args], **{k: fake(v) for k, v in kwargs.items()}), []))
+
+
+# ---- elementwise ------------------------------------------------------------------------------------
+
+# Elementwise, yet their outputs are not laid out by TensorIterator, or not as their inputs' broadcast.
+_NOT_ITERATED = frozenset(
+    "equal copy fill masked_fill native_dropout rrelu_with_noise log_sigmoid_backward real imag _conj _neg_view conj "
+    "resolve_conj mvlgamma".split()
+)
+# Their kernels give TensorIterator the inputs in another order, which decides where strides disagree.
+_ORDERS = {
+    "threshold_backward": (1, 0),
+    "leaky_relu_backward": (1, 0),
+    "rsub": (1, 0),
+    "_prelu_kernel_backward": (1, 2, 0),
+}
+_dtypes: dict[Any, tuple[torch.dtype, ...] | None] = {}
+
+
+def _key(value: Any) -> Any:
+    """What of an argument decides the dtypes of the outputs."""
+    kind = type(value)
+    if kind is TensorSpec:
+        return value.dtype, not value.shape
+    if kind is Num:
+        return value.kind
+    if kind is float or kind is int or kind is bool or kind is complex:
+        return kind
+    if kind is list or kind is tuple:
+        return tuple([_key(v) for v in value])
+    return value
+
+
+def _one(value: Any) -> Any:
+    """A tensor of one element (of no dims, where the spec has none) in place of a spec."""
+    kind = type(value)
+    if kind is TensorSpec:
+        return torch.ones((1,) if value.shape else (), dtype=value.dtype)
+    if kind is Num:
+        return value.value
+    return value
+
+
+def _learn(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.dtype, ...] | None:
+    """The dtypes of the outputs; None where the outputs are not all tensors."""
+    key = (func, tuple([_key(a) for a in args]), tuple([(k, _key(v)) for k, v in kwargs.items()]) if kwargs else ())
+    if key not in _dtypes:
+        given = {k: _one(v) for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        try:
+            outs = _flat(func(*[_one(a) for a in args], **given), [])
+        except Exception:
+            return None  # the meta kernel says what is wrong, with the real shapes
+        _dtypes[key] = tuple([o.dtype for o in outs if o is not None]) if outs and None not in outs else None
+    return _dtypes[key]
+
+
+def _pointwise(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    sig = signature(func)
+    if sig.stem in _NOT_ITERATED or sig.stem.startswith("_foreach") or sig.stem.startswith("_fused"):
+        return None
+    specs = [a for a in args if type(a) is TensorSpec]
+    if kwargs:
+        specs += [v for v in kwargs.values() if type(v) is TensorSpec]
+    if not specs or any([type(a) is list or type(a) is tuple for a in args]):
+        return None
+    shape = _broadcast([s.shape for s in specs])
+    if shape is None:
+        return _wrong_shapes(func, args, kwargs, specs)
+    dtypes = _learn(func, args, kwargs)
+    if dtypes is None:
+        return None
+    if sig.inplace:
+        own = specs[0]
+        return (OutMeta(own.shape, own.stride, own.dtype),) if own.shape == shape else None
+    order = _ORDERS.get(sig.stem)
+    if order is not None and len(order) == len(specs):
+        specs = [specs[i] for i in order]
+    if sig.stem == "ldexp":  # x * pow(2, other), and the power is contiguous
+        specs[1] = TensorSpec.of(specs[1].shape, None, specs[1].dtype, specs[1].mesh, specs[1].placements)
+    if sig.op == "aten.pow.Scalar":
+        stride = contiguous_stride(shape)
+    else:
+        stride = _iterated_stride(specs, shape, _has_wrapped_number(sig, args, kwargs))
+    return tuple([OutMeta(shape, stride, d) for d in dtypes])
+
+
+def _wrong_shapes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], specs: list[TensorSpec]
+) -> Outputs | None:
+    """Shapes that do not broadcast: the CPU kernel's own words, which differ from the meta kernel's."""
+
+    def expanded(value: Any) -> Any:
+        if type(value) is TensorSpec:
+            return torch.ones((), dtype=value.dtype).expand(value.shape)
+        return value.value if type(value) is Num else value
+
+    if not signature(func).inplace:
+        func(*[expanded(a) for a in args], **{k: expanded(v) for k, v in kwargs.items()})
+    return None
+
+
+def _has_wrapped_number(sig: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a number stands where the schema has a tensor: it takes part as a tensor of no dims."""
+    for t, a in zip(sig.types, args, strict=False):
+        if t == "Tensor" and type(a) is not TensorSpec:
+            return True
+    return any([sig.types[sig.index[k]] == "Tensor" and type(v) is not TensorSpec for k, v in kwargs.items()])
+
+
+def _broadcast(shapes: list[Shape]) -> Shape | None:
+    """The common shape; None where there is none."""
+    first = shapes[0]
+    if all([s == first for s in shapes]):
+        return first
+    n = max(map(len, shapes))
+    out = [1] * n
+    for s in shapes:
+        for i, size in enumerate(s, n - len(s)):
+            if size != 1 and size != out[i]:
+                if out[i] != 1:
+                    return None
+                out[i] = size
     return tuple(out)
+
+
+def _dense(shape: Shape, stride: Shape) -> bool:
+    """Whether the elements fill their memory without holes or overlaps."""
+    if 0 in shape:
+        return True
+    step = 1
+    for st, s in sorted([(st, s) for s, st in zip(shape, stride, strict=True) if s != 1]):
+        if st != step:
+            return False
+        step *= s
+    return True
+
+
+def _contiguous(spec: TensorSpec) -> bool:
+    """As torch means it: the stride of a dim of size 1 does not matter."""
+    if spec.is_contiguous:
+        return True
+    step = 1
+    for s, st in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if s != 1:
+            if st != step:
+                return False
+            step *= s
+    return True
+
+
+def _iterated_stride(specs: list[TensorSpec], shape: Shape, wrapped: bool) -> Shape:
+    """Strides of an output that TensorIterator allocates for these inputs."""
+    first = specs[0]
+    if not wrapped and all([s.shape == shape for s in specs]):
+        if all([_contiguous(s) for s in specs]):
+            return contiguous_stride(shape)
+        if all([s.stride == first.stride for s in specs]) and _dense(shape, first.stride):
+            return first.stride
+    elif all([_contiguous(s) for s in specs if s.shape == shape]) and all(
+        [s.numel == 1 or s.shape == shape for s in specs]
+    ):
+        return contiguous_stride(shape)
+    return _permuted_stride(tuple([(s.shape, s.stride) for s in specs]), shape)
+
+
+@cache
+def _permuted_stride(operands: tuple[tuple[Shape, Shape], ...], shape: Shape) -> Shape:
+    """``TensorIteratorBase::reorder_dimensions`` and ``allocate_or_resize_outputs`` (ATen/TensorIterator.cpp)."""
+    n = len(shape)
+    if n == 0:
+        return ()
+    strides = []
+    for s, st in operands:
+        lead = n - len(s)
+        strides.append([0] * lead + [0 if s[d] == 1 and shape[lead + d] != 1 else st[d] for d in range(len(s))])
+
+    def order(a: int, b: int) -> int:
+        for st in strides:
+            if st[a] == 0 or st[b] == 0:
+                continue  # a broadcast dim says nothing
+            if st[a] != st[b]:
+                return -1 if st[a] < st[b] else 1
+            if shape[a] > shape[b]:
+                return 1
+        return 0
+
+    perm = list(range(n - 1, -1, -1))  # fastest dim first
+    for i in range(1, n):
+        dim1 = i
+        for dim0 in range(i - 1, -1, -1):
+            says = order(perm[dim0], perm[dim1])
+            if says > 0:
+                perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
+                dim1 = dim0
+            elif says < 0:
+                break
+    if perm == list(range(n - 1, -1, -1)):
+        return contiguous_stride(shape)
+    out, step = [0] * n, 1
+    for d in perm:
+        out[d] = step
+        step *= shape[d]
+    return tuple(out)
+
+
+# ---- copies -----------------------------------------------------------------------------------------
+
+
+@closed_form("log_sigmoid_forward")
+def _log_sigmoid(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    x = args[0]
+    return (OutMeta(x.shape, contiguous_stride(x.shape), x.dtype),) * 2
+
+
+@closed_form("detach", "alias", "lift_fresh")
+def _same(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    x = args[0]
+    return (OutMeta(x.shape, x.stride, x.dtype),)
+
+
+@closed_form("clone", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+def _like(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    """Dense strides are kept; others are packed in the order of the strides."""
+    x = args[0]
+    form = kwargs.get("memory_format")
+    if kwargs.get("layout") not in (None, torch.strided) or type(x) is not TensorSpec:
+        return None
+    dtype = kwargs.get("dtype") or x.dtype
+    if form is torch.contiguous_format:
+        return (OutMeta(x.shape, contiguous_stride(x.shape), dtype),)
+    if form is not None and form is not torch.preserve_format:
+        return None
+    if _dense(x.shape, x.stride):
+        return (OutMeta(x.shape, x.stride, dtype),)
+    return (OutMeta(x.shape, _permuted_stride(((x.shape, x.stride),), x.shape), dtype),)
+
+
+# ---- reductions and products ------------------------------------------------------------------------
+
+_INT64 = frozenset("argmax argmin count_nonzero".split())
+
+
+@closed_form("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "count_nonzero", "prod")
+def _reduction(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    sig = signature(func)
+    given = {**dict(zip(sig.arguments, args, strict=False)), **kwargs}
+    x, dim, keepdim, dtype = given["self"], given.get("dim"), given.get("keepdim", False), given.get("dtype")
+    n, stem = x.ndim, sig.stem
+    if sig.inplace or len(func._schema.returns) != 1:
+        return None
+    listed = [dim] if isinstance(dim, int) else list(dim or ())
+    if len({d % n if n else 0 for d in listed}) != len(listed) or any([not -max(n, 1) <= d < max(n, 1) for d in listed]):
+        return None  # torch has words for these
+    if x.numel == 0 and stem in ("amax", "amin", "argmax", "argmin"):
+        return None
+    floating = x.dtype.is_floating_point or x.dtype.is_complex
+    if stem in _INT64:
+        dtype = torch.int64
+    elif stem in ("any", "all"):
+        dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
+    elif stem in ("sum", "prod"):
+        dtype = dtype or (x.dtype if floating else torch.int64)
+    elif not floating and stem == "mean":
+        return None
+    else:
+        dtype = dtype or x.dtype
+    if x.dtype.is_complex and stem not in ("sum", "mean", "prod"):
+        return None
+    if dim is None and stem != "count_nonzero" and "keepdim" not in sig.index:
+        return (OutMeta((), (), dtype),)
+    if stem in ("any", "all") and "dims" in sig.op and dim is not None and not listed:
+        return None  # an empty list reduces nothing here
+    dims = dims_of(dim, n)
+    shape = tuple([1 if d in dims else s for d, s in enumerate(x.shape) if keepdim or d not in dims])
+    return (OutMeta(shape, contiguous_stride(shape), dtype),)
+
+
+@closed_form("mm", "bmm", "addmm", "baddbmm")
+def _product(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    stem = signature(func).stem
+    if func._schema.overload_name or any([type(a) is not TensorSpec for a in args]):
+        return None
+    added = stem in ("addmm", "baddbmm")
+    a, b = args[added], args[added + 1]
+    if a.ndim != b.ndim or a.dtype != b.dtype or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+        return None
+    if a.ndim != (3 if "bmm" in stem else 2) or a.dtype == torch.bool:
+        return None
+    shape = (*a.shape[:-1], b.shape[-1])
+    if added and (_broadcast([args[0].shape, shape]) != shape or args[0].dtype != a.dtype):
+        return None
+    if signature(func).inplace:
+        return (OutMeta(shape, args[0].stride, a.dtype),) if args[0].shape == shape else None
+    return (OutMeta(shape, contiguous_stride(shape), a.dtype),)
