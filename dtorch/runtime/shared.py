@@ -180,7 +180,7 @@ class SharedState:
 
     def wake_all(self) -> None:
         """Wake every sleeping executor and every waiter of the client, whatever they wait for."""
-        for executor, fd in self.wake_fds.items():
+        for executor, fd in tuple(self.wake_fds.items()):
             self.control[executor_line(executor) + EXECUTOR_STATE] = RUNNING
             os.eventfd_write(fd, 1)
         with contextlib.suppress(BlockingIOError):
@@ -210,7 +210,10 @@ class SharedState:
             # BufferError: something still looks at it; unmapped when that is collected.
             with contextlib.suppress(BufferError):
                 m.close()
-        for fd in (*self._fds.values(), *self.wake_fds.values()):
+        # Out of reach before they are closed: their numbers may soon be files of the user.
+        fds = (*self._fds.values(), *self.wake_fds.values())
+        self.wake_fds.clear()
+        self.arena_fd = self.collective_fd = self.done_fd = -1
+        for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self.wake_fds.clear()

@@ -86,7 +86,7 @@ class Waiting:
         self.on_block = on_block
         self.over_bound = over_bound
         self._control = state.control
-        self._done_fd = state.done_fd
+        self._state = state
         self._lock = threading.Lock()
         # Invariant: the WAITING word holds the number of enter() without a leave(), once the lock is released.
         self._count = 0
@@ -153,13 +153,13 @@ class Waiting:
     def epoll(self) -> select.epoll:
         """A new epoll that wakes once for every write of the done eventfd."""
         poller = select.epoll()
-        poller.register(self._done_fd, select.EPOLLIN | select.EPOLLET)
+        poller.register(self._state.done_fd, select.EPOLLIN | select.EPOLLET)
         return poller
 
     def prod(self) -> None:
         """Wake every waiter, so that it looks again."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._done_fd, 1)
+        with contextlib.suppress(OSError):  # closed: everyone was woken then
+            os.eventfd_write(self._state.done_fd, 1)
 
     def _throttled(self) -> bool:
         return self.over_bound() and not self._control[DEAD]
