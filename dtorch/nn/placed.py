@@ -31,25 +31,30 @@ _LAZY: Any = object
 NAMES: tuple[str, ...] = tuple(nn.modules.__all__)
 
 
-def _mesh_asked_for(call: str, device_mesh: DeviceMesh | None, kwargs: dict[str, Any]) -> DeviceMesh | None:
-    """The mesh that `device_mesh` or ``kwargs["device"]`` asks for (removed from `kwargs`); None for "meta"."""
+def _asked_for(
+    call: str, device_mesh: DeviceMesh | None, placements: Placements, kwargs: dict[str, Any]
+) -> tuple[DeviceMesh, Placements] | None:
+    """Mesh and placements that a module's arguments ask for (``kwargs["device"]``, taken out, among them), or that
+    are in force; None for the "meta" device.
+    """
     device = kwargs.get("device")
-    if device is None:
-        kwargs.pop("device", None)
-        return device_mesh or graph.default_device_mesh()
-    if device_mesh is not None:
+    if device is not None and device_mesh is not None:
         raise ValueError(f"{call}: device={device!r} and device_mesh={device_mesh!r} exclude each other; give one")
     if str(device) == "meta":
         return None
-    return as_mesh(kwargs.pop("device"))
+    kwargs.pop("device", None)
+    if device is None and device_mesh is None:
+        return graph.default_device_mesh(), graph.routed_placements() if placements is None else placements
+    return device_mesh or as_mesh(device), placements
 
 
 @contextmanager
-def _factories_on(mesh: DeviceMesh | None, placements: Placements) -> Generator[None]:
-    """torch's factories make dtorch tensors on `mesh`; None leaves them as they are."""
-    if mesh is None:
+def _factories_on(placing: tuple[DeviceMesh, Placements] | None) -> Generator[None]:
+    """torch's factories make dtorch tensors on that mesh with those placements; None leaves them as they are."""
+    if placing is None:
         yield
         return
+    mesh, placements = placing
     many = (placements,) if isinstance(placements, Placement) else placements
     with graph.device_mesh(mesh), graph.placements_guard(many):
         yield
@@ -62,10 +67,24 @@ class _Placed(nn.Module):
         self, *args: Any, device_mesh: DeviceMesh | None = None, placements: Placements = None, **kwargs: Any
     ) -> None:
         call = type(self).__name__
-        mesh = _mesh_asked_for(call, device_mesh, kwargs)
-        with _factories_on(mesh, placements):
+        with _factories_on(_asked_for(call, device_mesh, placements, kwargs)):
             super().__init__(*args, **kwargs)
         check_fits(self, call, placements)
+
+
+class _PlacedRows(_Placed):
+    """Mixed in before an embedding: zeroes the padding row as torch does, on placements that cut the rows too."""
+
+    num_embeddings: int
+    padding_idx: int | None
+    weight: nn.Parameter
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        if self.padding_idx is None:
+            return
+        with torch.no_grad(), plain_factories():
+            padding = torch.arange(self.num_embeddings) == self.padding_idx
+            self.weight.masked_fill_(padding.unsqueeze(1), 0)
 
 
 class _PlacedLazily(_LAZY):
@@ -78,11 +97,11 @@ class _PlacedLazily(_LAZY):
     def __init__(
         self, *args: Any, device_mesh: DeviceMesh | None = None, placements: Placements = None, **kwargs: Any
     ) -> None:
-        mesh = _mesh_asked_for(type(self).__name__, device_mesh, kwargs)
+        placing = _asked_for(type(self).__name__, device_mesh, placements, kwargs)
         with plain_factories():
             super().__init__(*args, **kwargs)
-        if mesh is not None:
-            self._placing = (mesh, placements)
+        if placing is not None:
+            self._placing = placing
 
     def initialize_parameters(self, *args: Any, **kwargs: Any) -> None:
         with plain_factories():
@@ -123,7 +142,11 @@ def module_class(name: str) -> type[Any]:
     cls: type[Any] = getattr(nn, name)
     if not issubclass(cls, nn.Module) or not _makes_parameters(cls):
         return cls
-    mixin = _PlacedLazily if issubclass(cls, LazyModuleMixin) else _Placed
+    mixin = _Placed
+    if issubclass(cls, LazyModuleMixin):
+        mixin = _PlacedLazily
+    elif issubclass(cls, nn.Embedding | nn.EmbeddingBag):
+        mixin = _PlacedRows
     body = {
         "__module__": "dtorch.nn",
         "__qualname__": name,

@@ -62,8 +62,20 @@ def test_sharded_modules_start_with_torchs_bits(name: str) -> None:
     theirs = MAKERS[name](torch.nn)
     dtorch.manual_seed(6)
     with dtorch.device_mesh(init_device_mesh("cpu", 2)), dtorch.graph.placements_guard([Shard(0)]):
-        ours = MAKERS[name](torch.nn)
+        ours = MAKERS[name](nn)
     same_bits(ours, theirs)
+    assert all(p.placements == [Shard(0)] for p in ours.parameters())
+
+
+def test_torchs_own_modules_are_made_on_the_mesh_in_force() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    torch.manual_seed(7)
+    theirs = MAKERS["TransformerEncoderLayer"](torch.nn)
+    dtorch.manual_seed(7)
+    with dtorch.device_mesh(mesh):
+        ours = MAKERS["TransformerEncoderLayer"](torch.nn)
+    same_bits(ours, theirs)
+    assert all(p.device_mesh is mesh for p in ours.parameters())
 
 
 def test_every_module_of_torch_has_its_name_here() -> None:
@@ -194,14 +206,16 @@ def test_lazy_modules_take_shape_on_the_mesh() -> None:
     theirs = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
     dtorch.manual_seed(3)
     ours = torch.nn.Sequential(
-        nn.LazyLinear(4, device_mesh=mesh, placements=[Shard(0)]), nn.LazyBatchNorm1d(device_mesh=mesh)
+        nn.LazyLinear(4, device_mesh=mesh, placements=[Shard(0)]),
+        nn.LazyBatchNorm1d(device_mesh=mesh, placements=[Shard(0)]),
     )
     x = torch.arange(12.0).reshape(2, 6)
     theirs(x)
     ours(dtorch.distribute_tensor(x, mesh, [Replicate()]))
     assert type(ours[0]) is torch.nn.Linear
     assert ours[0].weight.placements == [Shard(0)]
-    assert ours[1].running_mean.placements == [Replicate()]
+    assert ours[1].running_mean.placements == [Shard(0)]
+    assert torch.allclose(ours[1].running_mean.to_torch(), theirs[1].running_mean)
     assert torch.equal(ours[0].weight.to_torch(), theirs[0].weight)
 
 
