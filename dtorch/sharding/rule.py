@@ -35,6 +35,7 @@ __all__ = [
     "NONE",
     "Call",
     "Dims",
+    "Each",
     "Flow",
     "In",
     "Local",
@@ -123,6 +124,19 @@ class Recipe:
 
     fn: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """An operator on lists: its elements are decided one by one, each as a call of its own.
+
+    Attributes:
+        parts: a call per element.
+        join: the plans of the parts, made into the plan of the whole.
+    """
+
+    parts: tuple[Call, ...]
+    join: Callable[[list[Any]], Any]
 
 
 @dataclass(slots=True)
@@ -370,9 +384,18 @@ def piece(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     return offset, size
 
 
+def sizes_of(rule: Rule, call: Call, factor: str) -> set[int]:
+    """The global sizes of all dims that carry the factor."""
+    found = {s.shape[d.index(factor)] for s, d in zip(call.specs, rule.ins, strict=True) if factor in d}
+    for meta, dims in zip(call.outs, rule.outs, strict=True):
+        if meta is not None and dims is not None and factor in dims:
+            found.add(meta.shape[dims.index(factor)])
+    return found
+
+
 # ---- registry ---------------------------------------------------------------------------------------
 
-RuleFunction = Callable[[Call], "Rule | Recipe | None"]
+RuleFunction = Callable[[Call], "Rule | Recipe | Each | None"]
 
 
 class Entry(NamedTuple):
@@ -412,7 +435,7 @@ def fallback(make: RuleFunction) -> RuleFunction:
     return make
 
 
-def find(call: Call) -> Rule | Recipe | None:
+def find(call: Call) -> Rule | Recipe | Each | None:
     """The rule of a call, or None where dtorch has none (then only Replicate is legal)."""
     if call.sig.has_out:
         return None
