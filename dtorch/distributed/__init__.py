@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 import torch
 
 from ..mesh import DeviceMesh, init_device_mesh
-from . import device_mesh, tensor
+from . import device_mesh, fsdp, tensor
 
 __all__ = [
     "DeviceMesh",
     "barrier",
     "destroy_process_group",
     "device_mesh",
+    "fsdp",
     "get_backend",
     "get_rank",
     "get_world_size",

@@ -12,6 +12,7 @@ import dtorch
 from dtorch import Partial, Replicate, Shard, init_device_mesh, nn
 from dtorch import distributed as dist
 from dtorch.distributed import tensor as dtensor
+from dtorch.distributed.fsdp import fully_shard
 from dtorch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -84,7 +85,7 @@ def test_tensor_parallel_equals_plain_torch(plain: LM) -> None:
     assert model.head.weight is model.embed.weight
     assert model.embed.weight.placements == [Shard(0)]
     loss, got = loss_and_gradients(model, dtorch.distribute_tensor(TOKENS, mesh))
-    assert loss == pytest.approx(expected, abs=1e-6)
+    assert loss == pytest.approx(expected, rel=1e-6)
     for name, grad in gradients.items():
         assert torch.allclose(got[name], grad, atol=1e-6), name
 
@@ -99,7 +100,7 @@ def test_a_slice_keeps_the_other_dims(plain: LM) -> None:
     logits = model(tokens)
     assert logits.placements == [Shard(0), Replicate()]
     loss, got = loss_and_gradients(model, tokens)
-    assert loss == pytest.approx(expected, abs=1e-6)
+    assert loss == pytest.approx(expected, rel=1e-6)
     for name, grad in gradients.items():
         assert torch.allclose(got[name], grad, atol=1e-6), name
 
@@ -206,6 +207,44 @@ def test_distribute_module() -> None:
     assert torch.allclose(y.detach().to_torch(), expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"input_fn takes \(module, inputs, device_mesh\)"):
         dtensor.distribute_module(model, mesh, input_fn=lambda inputs: inputs)
+
+
+# fully_shard.
+
+
+def test_fully_shard_composes_with_tensor_parallel(plain: LM) -> None:
+    expected, gradients = loss_and_gradients(copy.deepcopy(plain), TOKENS)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=["dp", "tp"])
+    model = parallelize_module(plain.to(mesh), mesh["tp"], PLAN)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    up, head = model.layers[0].up.weight, model.head.weight
+    assert up.placements == [Shard(0), Shard(0)]
+    assert model.layers[0].down.weight.placements == [Shard(0), Shard(1)]
+    assert head is model.embed.weight
+    tokens = dtorch.distribute_tensor(TOKENS, mesh, [Shard(0), Replicate()])
+    loss, got = loss_and_gradients(model, tokens)
+    assert model.layers[0].up.weight is up
+    assert up.grad.placements == [Shard(0), Shard(0)]
+    assert loss == pytest.approx(expected, rel=1e-6)
+    for name, grad in gradients.items():
+        assert torch.allclose(got[name], grad, atol=1e-6), name
+    twin = copy.deepcopy(model)
+    assert twin(tokens).placements == [Shard(0), Replicate()]
+    assert twin.layers[0].up.weight is not up
+
+
+def test_fully_shard_puts_the_shards_back_after_an_error() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    m = fully_shard(torch.nn.Linear(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    weight = m.weight
+    assert (weight.placements, m.bias.placements) == ([Shard(1)], [Shard(0)])
+    with pytest.raises(RuntimeError):
+        m(torch.ones(3, 7))
+    assert m.weight is weight
+    with pytest.raises(NotImplementedError, match="mp_policy"):
+        fully_shard(m, mesh=mesh, mp_policy=object())
 
 
 # The second document.

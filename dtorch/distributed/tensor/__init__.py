@@ -6,9 +6,12 @@ to :func:`distribute_tensor` is the whole value, ``from_local`` takes one tensor
 
 from ...factories import distribute_tensor, empty, from_local, full, ones, rand, randn, zeros
 from ...placement import Partial, Placement, Replicate, Shard
-from ...tensor import Tensor as DTensor
+from ..._tensor import Tensor as DTensor
 from . import parallel, placement_types
 from .module import distribute_module
+
+if not hasattr(DTensor, "from_local"):
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[attr-defined]
 
 __all__ = [
     "DTensor",
