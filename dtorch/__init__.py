@@ -1,1 +1,110 @@
-"""dtorch: one program drives many devices, in plain PyTorch."""
+"""dtorch: one program drives many devices, in plain PyTorch.
+
+    import dtorch
+    a = dtorch.randn(4, 8)
+    print((a @ a.T).relu().sum())
+
+Names are loaded when they are first used, so that an executor, which starts inside this package, does not load the
+client. What is not dtorch's own is torch's, under the same name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# name -> module that defines it
+_NAMES: dict[str, str] = {
+    **dict.fromkeys(["DeviceMesh", "init_device_mesh"], "mesh"),
+    **dict.fromkeys(["Partial", "Placement", "Replicate", "Shard"], "placement"),
+    **dict.fromkeys(
+        [
+            "BlockingCallError",
+            "ConfigError",
+            "DeviceMeshError",
+            "DtorchError",
+            "ExecutorDiedError",
+            "PlacementError",
+            "PoolError",
+            "RemoteError",
+            "RunAheadError",
+            "TensorLostError",
+        ],
+        "errors",
+    ),
+    "TensorSpec": "spec",
+    "Tensor": "_tensor",
+    "DTensor": "distributed.tensor",
+    **dict.fromkeys(["TensorFuture", "VoidFutureCollect"], "future"),
+    **dict.fromkeys(["Graph", "GraphOption", "auto_redistribute", "device_mesh"], "graph"),
+    **dict.fromkeys(
+        [
+            "arange",
+            "as_tensor",
+            "distribute_tensor",
+            "empty",
+            "eye",
+            "from_local",
+            "from_numpy",
+            "from_torch",
+            "full",
+            "get_rng_state",
+            "linspace",
+            "logspace",
+            "manual_seed",
+            "ones",
+            "rand",
+            "randint",
+            "randn",
+            "randperm",
+            "set_rng_state",
+            "tensor",
+            "zeros",
+        ],
+        "factories",
+    ),
+    **dict.fromkeys(
+        ["clear_errors", "configure", "default_graph", "device_mesh_guard", "get_default_device_mesh", "restart",
+         "shutdown", "tensors_redistribute_by_dict"],
+        "control",
+    ),
+    **dict.fromkeys(["distribute_module"], "distributed.tensor"),
+    **dict.fromkeys(
+        [
+            "ColwiseParallel",
+            "PrepareModuleInput",
+            "PrepareModuleInputOutput",
+            "PrepareModuleOutput",
+            "RowwiseParallel",
+            "SequenceParallel",
+            "parallelize_module",
+        ],
+        "distributed.tensor.parallel",
+    ),
+}  # fmt: skip
+_MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement".split())
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
+    module = _NAMES.get(name)
+    if module is not None:
+        found = getattr(importlib.import_module(f"dtorch.{module}"), name)
+    elif name in _MODULES:
+        found = importlib.import_module(f"dtorch.{name}")
+    else:
+        # torch's own functions work on dtorch tensors once the proxy class is known to torch's dispatcher.
+        importlib.import_module("dtorch.factories")
+        try:
+            found = getattr(importlib.import_module("torch"), name)
+        except AttributeError:
+            raise AttributeError(f"module 'dtorch' has no attribute {name!r}, and torch has none either") from None
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*_NAMES, *_MODULES, *dir(importlib.import_module("torch"))})

@@ -19,7 +19,7 @@ from ..factories import distribute_tensor
 from ..mesh import DeviceMesh
 from ..placement import Placement, fitting
 from ..spec import TensorSpec, resolve
-from ..tensor import Tensor
+from .._tensor import Tensor
 
 __all__ = ["check_fits", "install", "move_module", "plain_factories", "put", "put_parameter", "replicate_rest"]
 

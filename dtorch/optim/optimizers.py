@@ -26,7 +26,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as util_types
 
 from ..mesh import DeviceMesh
 from ..nn.placing import plain_factories, put
-from ..tensor import Tensor
+from .._tensor import Tensor
 
 __all__ = ["SAME_BITS", "install", "optimizer_class"]
 

@@ -1,0 +1,403 @@
+"""Command type → what an executor does about it.
+
+:class:`Interpreter` holds the plans and the store. Plans are functions of a record's position in the ring
+(`compiler`); a failure leaves them as an ordinary exception and is turned into poison by :meth:`Interpreter.failed`,
+away from the hot path.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime import command
+from ..runtime.command import (
+    CallPlan,
+    ClearErrors,
+    DefineMesh,
+    ErrorReport,
+    FetchPlan,
+    LocalCall,
+    MakeLocals,
+    PickPlan,
+    RedistributePlan,
+    Reply,
+    Seed,
+    SendRandom,
+    SyncRandom,
+    Threads,
+    UploadPlan,
+)
+from ..runtime.shared import SharedState
+from . import redistribution
+from .compiler import compile_call, compile_plan, same_draw, same_stride
+from .store import Poison, shards, sharing
+
+__all__ = ["Interpreter"]
+
+Run = Callable[[int], None]
+
+
+class PeerFailedError(Exception):
+    """A collective was poisoned by a peer."""
+
+
+class Interpreter:
+    """One executor's plans, values and answers.
+
+    Args:
+        index: this executor's number in the pool.
+        state: the shared memory.
+        send: hands bytes to the client's reply ring.
+        comm: collectives with other executors.
+    """
+
+    def __init__(self, index: int, state: SharedState, send: Callable[[bytes], None], comm: Any) -> None:
+        self.index, self.state, self.send, self.comm = index, state, send, comm
+        self.plans: dict[int, Run] = {}
+        self.store: dict[int, Any] = {}
+        # plan id -> (message, inputs' first word, output refs' first word): what failed() needs to know
+        self.messages: dict[int, Any] = {}
+        self.mine: dict[int, tuple[int, ...]] = {}
+        self.sequence = 0  # the command being run: its position in the ring
+        self.words, self.ints, self.doubles = state.ring_words, state.ring_ints, state.ring_doubles
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            DefineMesh: self._mesh,
+            CallPlan: self._call,
+            RedistributePlan: self._redistribute,
+            UploadPlan: self._upload,
+            FetchPlan: self._fetch,
+            PickPlan: self._pick,
+            MakeLocals: self._make_locals,
+            Seed: self._seed,
+            SyncRandom: self._sync_random,
+            SendRandom: self._send_random,
+            Threads: self._threads,
+            ClearErrors: self._clear_errors,
+        }
+
+    # -- records ------------------------------------------------------------------------------------------------
+
+    def free(self, p: int, end: int) -> None:
+        """Drop the refs in words `p` to `end`."""
+        drop = self.store.pop
+        for ref in self.words[p:end]:
+            drop(ref, None)
+
+    def control(self, payload: memoryview) -> None:
+        """Act on a control message."""
+        message = command.decode(payload)
+        self._handlers[type(message)](message)
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def failed(self, plan: int, p: int, error: Exception) -> None:
+        """The record at word `p` raised `error`: poison what it should have made or written.
+
+        Where an input was poisoned the cause is that input's; otherwise the client is told of a new failure now,
+        so that the report is there before anyone can see a poisoned value.
+        """
+        message = self.messages.get(plan)
+        if message is None:
+            self.report(error, None, "a control command")
+            return
+        outs, ins = self._refs(message, p)
+        poison = next((v for r in ins if type(v := self.store.get(r)) is Poison), None)
+        if isinstance(error, PeerFailedError):
+            poison = Poison(None, before=self.sequence)
+        if poison is None:
+            self.report(error, None, getattr(message, "text", ""))
+            poison = Poison(self.sequence)
+        for ref in outs:
+            self.store[ref] = Poison(poison.sequence, poison.before)
+        for i in getattr(message, "writes", ()):
+            self._not_written(ins[i], poison)
+        if isinstance(message, FetchPlan):
+            self._fail_fetch(p, poison)
+
+    def _refs(self, message: Any, p: int) -> tuple[list[int], list[int]]:
+        if isinstance(message, CallPlan):
+            n, k = sum(message.outputs), message.inputs
+        elif isinstance(message, RedistributePlan):
+            n = k = message.count
+        elif isinstance(message, FetchPlan):
+            n, k = 0, 1
+        elif isinstance(message, PickPlan):
+            n, k = 1, 1
+        else:
+            n, k = 1, 0
+        words = self.words
+        return list(words[p + 1 : p + 1 + n]), list(words[p + 1 + n : p + 1 + n + k])
+
+    def _not_written(self, ref: int, poison: Poison) -> None:
+        value = self.store.get(ref)
+        if value is None or type(value) is Poison:
+            return
+        for other in sharing(self.store, value):
+            self.store[other] = Poison(poison.sequence, poison.before, old=self.store[other])
+
+    def report(self, error: BaseException, rank: int | None, text: str) -> None:
+        """Tell the client of a failure: type, arguments, message, notes and traceback as plain values."""
+        try:
+            arguments = pickle.dumps(error.args)
+        except Exception:
+            arguments = pickle.dumps((str(error),))
+        try:
+            kind = command.encode_function(type(error))
+        except Exception:
+            kind = b""
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        self.send(
+            command.encode(
+                ErrorReport(
+                    sequence=self.sequence,
+                    executor=self.index,
+                    rank=rank,
+                    type_bytes=kind,
+                    type_name=type(error).__qualname__,
+                    arguments=arguments,
+                    message=str(error),
+                    notes=tuple(str(n) for n in getattr(error, "__notes__", ())),
+                    traceback="".join(lines),
+                    text=text,
+                )
+            )
+        )
+
+    # -- definitions --------------------------------------------------------------------------------------------
+
+    def _mesh(self, m: DefineMesh) -> None:
+        self.mine[m.mesh] = tuple(r for r, host in enumerate(m.hosts) if host == self.index)
+
+    def _call(self, m: CallPlan) -> None:
+        mine = self.mine.get(m.mesh, ())
+        if not mine:
+            return
+        self.messages[m.plan] = m
+        calls = [m.calls[m.which[r]] for r in mine]
+        args = (self.store, self.words, self.ints, self.doubles)
+        single = len(mine) == 1
+
+        def first(p: int) -> None:
+            # The first run checks what every run will make; the function it leaves behind checks nothing.
+            fixes = self._first_run(m, calls, p, single)
+            self.plans[m.plan] = compile_plan(m, calls, fixes, single, *args)
+
+        self.plans[m.plan] = first
+
+    def _first_run(self, m: CallPlan, calls: list[LocalCall], p: int, single: bool) -> list[tuple[bool, ...]]:
+        outs, ins = self._refs(m, p)
+        base = p + 1 + len(outs) + len(ins)
+        numbers = [(self.ints if k == "q" else self.doubles)[base + i] for i, k in enumerate(m.numbers)]
+        values = [self.store[r] for r in ins]
+        if any(type(v) is Poison for v in values):
+            raise TypeError("a poisoned input")
+        columns = [shards(v) for v in values]
+        results, fixes = [], []
+        functions = [compile_call(call, m.inputs, len(m.numbers), None, m.draws) for call in calls]
+        if m.draws and not single:
+            functions = same_draw(functions)
+        for k, call in enumerate(calls):
+            made = functions[k](*(c[k] for c in columns), *numbers)
+            fix = tuple(self._check(m, call, i, made) for i in range(len(m.outputs)))
+            results.append(made)
+            fixes.append(fix)
+        new = [i for i, n in enumerate(m.outputs) if n]
+        for ref, i in zip(outs, new, strict=True):
+            self.store[ref] = results[0][i] if single else [r[i] for r in results]
+        return fixes
+
+    @staticmethod
+    def _check(m: CallPlan, call: LocalCall, i: int, made: list[Any]) -> bool:
+        """Whether output `i` needs another memory order; it is then given it. Wrong shapes raise."""
+        layout = call.outs[i]
+        if layout is None or not m.outputs[i]:
+            return False
+        t = made[i]
+        if tuple(t.shape) != tuple(layout[0]) or t.dtype != layout[2]:
+            raise RuntimeError(
+                f"{call.func} made {t.dtype} {tuple(t.shape)} where {layout[2]} {tuple(layout[0])} was expected; "
+                "this is a fault in dtorch's rule for the operator"
+            )
+        if same_stride(t, layout):
+            return False
+        fixed = torch.empty_strided(layout[0], layout[1], dtype=layout[2])
+        made[i] = fixed.copy_(t)
+        return True
+
+    def _redistribute(self, m: RedistributePlan) -> None:
+        programs = m.programs.get(self.index)
+        if programs is None:
+            return
+        self.messages[m.plan] = m
+        store, words, n = self.store, self.words, m.count
+        source, target = self.mine.get(m.source, ()), self.mine.get(m.target, ())
+        single = len(target) == 1
+
+        def run(p: int) -> None:
+            values = [store[r] if source else [] for r in words[p + 1 + n : p + 1 + 2 * n]]
+            bad = next((v for v in values if type(v) is Poison), None)
+            parts = None if bad is not None else [shards(v) for v in values]
+            results, failure = redistribution.run_many(programs, parts, self.comm)
+            if failure:
+                if bad is None:
+                    if failure is True:
+                        raise PeerFailedError
+                    raise failure
+                for ref in words[p + 1 : p + 1 + n] if target else ():
+                    store[ref] = Poison(bad.sequence, bad.before)
+            elif target:
+                for ref, result in zip(words[p + 1 : p + 1 + n], results, strict=True):
+                    store[ref] = result[0] if single else result
+
+        self.plans[m.plan] = run
+
+    def _arena(self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        flat = torch.frombuffer(self.state.arena_map, dtype=dtype, count=count, offset=offset)
+        return flat.as_strided(shape, stride)
+
+    def _upload(self, m: UploadPlan) -> None:
+        mine = self.mine.get(m.mesh, ())
+        if not mine:
+            return
+        self.messages[m.plan] = m
+        store, words = self.store, self.words
+        empty = 0 in m.shape
+        single = len(mine) == 1
+
+        def piece(src: torch.Tensor | None, rank: int) -> torch.Tensor:
+            region, stride = m.regions[rank], m.strides[rank]
+            shape = tuple(n for _, n in region)
+            out = (
+                torch.empty(shape, dtype=m.dtype)
+                if stride is None
+                else torch.empty_strided(shape, stride, dtype=m.dtype)
+            )
+            if src is not None and out.numel():
+                for d, (start, n) in enumerate(region):
+                    src = src.narrow(d, start, n)
+                out.copy_(src)
+            return out
+
+        def run(p: int) -> None:
+            src = None if empty else self._arena(words[p + 2], m.shape, m.stride, m.dtype)
+            made = [piece(src, r) for r in mine]
+            store[words[p + 1]] = made[0] if single else made
+
+        self.plans[m.plan] = run
+
+    def _fetch(self, m: FetchPlan) -> None:
+        mine = self.mine.get(m.mesh, ())
+        # (index among this executor's ranks, region)
+        jobs = [(mine.index(r), g) for r, g in zip(m.ranks, m.regions, strict=True) if r in mine]
+        if not jobs:
+            return
+        self.messages[m.plan] = m
+        store, words, control = self.store, self.words, self.state.control
+        whole = len(jobs) == 1 and jobs[0][1] == tuple((0, n) for n in m.shape)
+        copies = m.data and 0 not in m.shape
+        index = self.index
+
+        def run(p: int) -> None:
+            value = store[words[p + 1]]
+            if type(value) is Poison:
+                self._fail_fetch(p, value)
+                return
+            if copies:
+                dst = self._arena(words[p + 4], m.shape, m.stride, m.dtype)
+                if whole and type(value) is not list:
+                    dst.copy_(value)
+                else:
+                    local = shards(value)
+                    for k, region in jobs:
+                        view = dst
+                        for d, (start, n) in enumerate(region):
+                            view = view.narrow(d, start, n)
+                        view.copy_(local[k])
+            control[words[p + 2] + index] = words[p + 3] << 2 | command.DONE
+
+        self.plans[m.plan] = run
+
+    def _fail_fetch(self, p: int, poison: Poison) -> None:
+        words = self.words
+        slot, generation = words[p + 2], words[p + 3]
+        self.send(command.encode(Reply(-1, (slot, generation, poison.sequence, poison.before))))
+        self.state.control[slot + self.index] = generation << 2 | command.FAILED
+
+    def _pick(self, m: PickPlan) -> None:
+        mine = self.mine.get(m.mesh, ())
+        if m.rank not in mine:
+            return
+        self.messages[m.plan] = m
+        store, words, k = self.store, self.words, mine.index(m.rank)
+
+        def run(p: int) -> None:
+            value = store[words[p + 2]]
+            if type(value) is Poison:
+                raise TypeError("a poisoned input")
+            # A copy: the piece handed out is a value of its own, not a window into the shard.
+            store[words[p + 1]] = shards(value)[k].clone()
+
+        self.plans[m.plan] = run
+
+    # -- immediate commands -------------------------------------------------------------------------------------
+
+    def _make_locals(self, m: MakeLocals) -> None:
+        mine = self.mine.get(m.mesh, ())
+        if not mine:
+            return
+        made = []
+        for rank in mine:
+            try:
+                t = command.decode(m.function)(rank)
+                if not isinstance(t, torch.Tensor):
+                    raise TypeError(f"from_local: the function gave {type(t).__name__} for rank {rank}, not a tensor")
+                if m.shapes is not None and (tuple(t.shape) != m.shapes[rank] or t.dtype != m.dtype):
+                    raise ValueError(
+                        f"from_local: rank {rank} made {t.dtype} {tuple(t.shape)} where {m.dtype} {m.shapes[rank]} "
+                        "was expected"
+                    )
+                made.append(t.detach().clone(memory_format=torch.contiguous_format))
+            except Exception as error:
+                self.report(error, rank, m.text)
+                self.store[m.ref] = Poison(self.sequence)
+                return
+        self.store[m.ref] = made[0] if len(mine) == 1 else made
+
+    def _seed(self, m: Seed) -> None:
+        torch.manual_seed(m.seed)
+
+    def _sync_random(self, m: SyncRandom) -> None:
+        if m.state is not None:
+            if self.index in m.members:
+                torch.set_rng_state(torch.frombuffer(bytearray(m.state), dtype=torch.uint8).clone())
+            return
+        if self.index not in m.members:
+            return
+        group = self.comm.group(m.members, m.region)
+        mine = torch.get_rng_state().numpy().tobytes() if self.index == m.root else None
+        got = group.broadcast_bytes(m.members.index(m.root), mine)
+        if self.index != m.root:
+            torch.set_rng_state(torch.frombuffer(bytearray(got), dtype=torch.uint8).clone())
+
+    def _send_random(self, m: SendRandom) -> None:
+        if self.index == m.root:
+            self.send(command.encode(Reply(m.token, torch.get_rng_state().numpy().tobytes())))
+
+    def _threads(self, m: Threads) -> None:
+        torch.set_num_threads(m.count)
+
+    def _clear_errors(self, m: ClearErrors) -> None:
+        restored, lost = [], []
+        for ref, value in list(self.store.items()):
+            if type(value) is Poison:
+                if value.old is None:
+                    continue
+                self.store[ref] = value.old
+                restored.append(ref)
+        self.send(command.encode(Reply(m.token, (restored, lost))))

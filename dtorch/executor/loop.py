@@ -1,0 +1,109 @@
+"""An executor's main loop: read → run → report.
+
+The loop reads whatever the client has published, runs it record by record, and tells the client's waiters once per
+drained batch (or every 16 completions). It sleeps only when there is nothing to do (`ring.Reader.wait`).
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from ..runtime.command import CONTROL, FREE, LENGTH_SHIFT, PLAN_MASK, WRAP
+from ..runtime.reply import ReplyWriter
+from ..runtime.ring import Notifier, Reader
+from ..runtime.shared import (
+    EXECUTOR_DONE,
+    EXECUTOR_PLAN,
+    EXECUTOR_READ,
+    EXECUTOR_READY,
+    EXECUTOR_STARTED,
+    SharedState,
+    executor_line,
+)
+from .collectives import Comm
+from .interpreter import Interpreter
+
+__all__ = ["run"]
+
+
+def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, options: dict[str, Any]) -> None:
+    """Serve the pool as executor `index` until the process is ended.
+
+    Args:
+        index: this executor's number.
+        state: the pool's shared memory.
+        wake_fd: the eventfd that the client writes when this executor sleeps.
+        reply: where answers that are more than "done" go.
+        options: "collectives" ("shm" or "gloo"), "threads".
+    """
+    torch.set_num_threads(options.get("threads", 1))
+    # Gradients are the client's business; inference mode spares version counters as well.
+    with torch.inference_mode():
+        reader = Reader(state, index, wake_fd)
+        comm = Comm(state, index, options.get("collectives", "shm"))
+        interpreter = Interpreter(index, state, reply.send, comm)
+        state.control[executor_line(index) + EXECUTOR_READY] = 1
+        os.eventfd_write(state.done_fd, 1)
+        _serve(interpreter, reader, state, index)
+
+
+def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: int) -> None:
+    control, words = state.control, state.ring_words
+    mask = len(words) - 1
+    line = executor_line(index)
+    read_word, count_word = line + EXECUTOR_READ, line + EXECUTOR_DONE
+    plan_word, started_word = line + EXECUTOR_PLAN, line + EXECUTOR_STARTED
+    plans = interpreter.plans
+    tell = Notifier(state).ring
+    while True:
+        span = reader.poll()
+        if span is None:
+            control[plan_word] = 0
+            span = reader.wait()
+            if span is None:
+                continue
+        pos, end = span
+        count = control[count_word]
+        since = 0
+        control[started_word] = monotonic_ns()
+        while pos < end:
+            p, head, plan = 0, 0, 0
+            try:
+                while pos < end:
+                    p = pos & mask
+                    head = words[p]
+                    control[plan_word] = plan = head & PLAN_MASK
+                    run = plans.get(plan)
+                    if run is not None:
+                        interpreter.sequence = pos
+                        run(p)
+                    elif plan == FREE:
+                        interpreter.free(p + 1, p + (head >> LENGTH_SHIFT))
+                    elif plan == CONTROL:
+                        interpreter.sequence = pos
+                        start = 8 * (p + 2)
+                        interpreter.control(state.ring_bytes[start : start + words[p + 1]])
+                    elif plan == WRAP:
+                        count -= 1
+                    # else: a plan of a mesh that this executor has no part in
+                    pos += head >> LENGTH_SHIFT
+                    control[read_word] = pos
+                    since += 1
+                    if since == 16:
+                        count += since
+                        since = 0
+                        control[count_word] = count
+                        control[started_word] = monotonic_ns()
+                        tell()
+            except Exception as error:
+                interpreter.failed(plan, p, error)
+                pos += head >> LENGTH_SHIFT
+                control[read_word] = pos
+                since += 1
+        control[count_word] = count + since
+        reader.position = pos
+        tell()

@@ -1,0 +1,538 @@
+"""The client's half of one pool: refs, plans, uploads, fetches, and what became of failures.
+
+A :class:`Client` owns a pool of executors and the ring they read. `dispatch` writes operator records through it;
+everything that is not the hot path goes through its methods. It knows specs and refs, never user-facing tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import math
+import os
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..errors import DeviceMeshError, PoolError
+from ..executor.pool import Pool
+from ..future import TensorFuture, VoidFutureCollect
+from ..mesh import DeviceMesh
+from ..placement import Replicate
+from ..spec import TensorSpec, contiguous_stride
+from . import config
+from .arena import Arena
+from .command import (
+    FIRST_PLAN,
+    FREE,
+    LENGTH_SHIFT,
+    DefineMesh,
+    ErrorReport,
+    FetchPlan,
+    Reply,
+    Seed,
+    SendRandom,
+    SyncRandom,
+    Threads,
+    UploadPlan,
+    decode,
+    encode,
+)
+from .failures import Failures
+from .ring import Writer
+from .shared import DEAD
+from .slots import Slots
+from .scheduler import Pressure
+from .waiting import Waiting, in_event_loop
+
+__all__ = ["Client", "Ref", "client", "close", "current_client", "freed", "next_ref", "on_close"]
+
+log = logging.getLogger("dtorch")
+
+# Refs that died, to be told to the executors with the next command. Filled by Ref.__del__, which may run at any time.
+freed: deque[int] = deque()
+next_ref: Callable[[], int] = itertools.count(1).__next__
+
+
+class Ref:
+    """The name of a value on the executors; the value is dropped there when this dies."""
+
+    __slots__ = ("id",)
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+
+    def __del__(self, _drop: Callable[[int], None] = freed.append) -> None:
+        _drop(self.id)
+
+
+class Plan:
+    """What the hot path needs of a defined plan.
+
+    Attributes:
+        pack: ``pack(buffer, offset, header, *words)`` of the whole record.
+        states: control words with the states of the executors concerned, to see at a glance that none sleeps.
+    """
+
+    __slots__ = ("executors", "header", "id", "nwords", "pack", "states")
+
+    def __init__(self, id: int, layout: str, executors: tuple[int, ...]) -> None:
+        packer = struct.Struct("<Q" + layout)
+        self.id, self.executors = id, executors
+        self.nwords = packer.size // 8
+        self.header = id | self.nwords << LENGTH_SHIFT
+        self.pack = packer.pack_into
+        self.states = tuple(64 + 16 * e + 1 for e in executors)
+
+
+class Client:
+    """One pool, seen from the program that uses it. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.config = config.current()
+        self.pool = Pool(self.config)
+        self.state = self.pool.state
+        self.control = self.state.control
+        self.ring_bytes = self.state.ring_bytes
+        self.blocking = self.config.blocking
+        self.arena = Arena(self.state)
+        self.waiting = Waiting(
+            self.state, on_wake=self.look, over_bound=lambda: self.writer.pressure() is not Pressure.NONE
+        )
+        self.writer = Writer(self.state, self.config, in_loop=in_event_loop, while_waiting=self.check)
+        self.failures = Failures(self)
+        self.pid = os.getpid()
+        self.closed = False
+        self._plan_ids = itertools.count(FIRST_PLAN)
+        self._lock = threading.RLock()
+        self._meshes: dict[DeviceMesh, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
+        self._uploads: dict[TensorSpec, Plan] = {}
+        self._fetches: dict[Any, Plan] = {}
+        self._in_upload: deque[tuple[int, Any]] = deque()
+        self.slots = Slots(self.state)
+        self._tokens = itertools.count()
+        self._replies: dict[int, Any] = {}
+        # How many random draws the generator of each executor has seen; they agree while the numbers do.
+        self._random: dict[int, int] = {}
+        self._random_latest = 0
+        self._random_lock = threading.RLock()
+        self._regions: dict[tuple[int, ...], int] = {}
+
+    # -- executors and meshes -----------------------------------------------------------------------------------
+
+    def ensure(self, n: int) -> None:
+        """Executors 0 to n - 1 exist and read the ring."""
+        if n <= len(self.writer.readers):
+            return
+        with self._lock:
+            have = len(self.writer.readers)
+            if n <= have:
+                return
+            for e in range(have, n):
+                self.writer.add_reader(e)
+            try:
+                self.pool.ensure(n)
+            except BaseException:
+                for e in range(have, n):
+                    self.writer.remove_reader(e)
+                raise
+            if have == 0 and not self._random_latest:
+                self._random = dict.fromkeys(range(n), 0)
+            else:
+                for e in range(have, n):
+                    self._random[e] = 0 if not self._random_latest else -1
+            self.send(Threads(self.pool.threads_for(n)))
+
+    def send(self, message: object, *, sync: bool = False) -> None:
+        """Publish a control message to every executor."""
+        self.check()
+        self.writer.send_control(encode(message), sync=sync)
+
+    def mesh(self, mesh: DeviceMesh) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """(id, host of every rank, the executors concerned) of `mesh`, defined on the executors."""
+        found = self._meshes.get(mesh)
+        if found is None:
+            with self._lock:
+                found = self._meshes.get(mesh)
+                if found is not None:
+                    return found
+                hosts = self.hosts(mesh)
+                self.ensure(max(hosts) + 1)
+                id = len(self._meshes) + 1
+                self.send(DefineMesh(id, hosts))
+                found = self._meshes[mesh] = (id, hosts, tuple(sorted(set(hosts))))
+        return found
+
+    def hosts(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """The executor of every rank of `mesh`."""
+        if self.config.same_device:
+            if max(mesh.ids) >= self.config.same_device_count:
+                raise DeviceMeshError(
+                    f"{mesh!r} needs device {max(mesh.ids)}, and the simulation has {self.config.same_device_count}; "
+                    f"set DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE={max(mesh.ids) + 1}"
+                )
+            return (0,) * mesh.nranks
+        if mesh.device_type != "cpu":
+            raise DeviceMeshError(
+                f'{mesh!r}: no CUDA device was found here; use a "cpu" mesh, or set '
+                "DTORCH_DTENSOR_IN_SAME_DEVICE=1 to run every rank on one device"
+            )
+        total = min(self.config.cpu_executors or config.available_cores(), self.config.max_executors)
+        return tuple(d % total for d in mesh.ids)
+
+    def region(self, members: tuple[int, ...]) -> int:
+        """The place in collective memory of the group `members`."""
+        return self._regions.setdefault(members, len(self._regions))
+
+    # -- plans --------------------------------------------------------------------------------------------------
+
+    def plan_id(self) -> int:
+        """A fresh plan id."""
+        return next(self._plan_ids)
+
+    def issue(self, plan: Plan, words: Iterable[int | float]) -> int:
+        """Publish one record of `plan`; its place in the ring. The general form of what `dispatch` writes inline."""
+        writer = self.writer
+        with writer.lock:
+            head = writer.head
+            end = head + plan.nwords
+            if end > writer.limit:
+                head = writer.make_room(plan.nwords)
+                end = head + plan.nwords
+            plan.pack(self.state.ring_bytes, (head & writer.mask) << 3, plan.header, *words)
+            self.failures.note(head, sys._getframe(1))
+            writer.issued += 1
+            writer.head = self.control[0] = end
+            if freed:
+                self.write_frees()
+        for s in plan.states:
+            if self.control[s]:
+                writer.wake(plan.executors)
+                break
+        return head
+
+    def write_frees(self) -> None:
+        """Publish the refs that died. The caller holds the writer's lock."""
+        writer = self.writer
+        while freed:
+            ids = [freed.popleft() for _ in range(min(len(freed), 256))]
+            writer.write_record(FREE, ids)
+
+    def flush(self) -> None:
+        """Tell the executors what died, and have them look."""
+        if freed:
+            with self.writer.lock:
+                self.write_frees()
+        self.writer.wake(self.writer.readers, sync=True)
+
+    # -- values in ----------------------------------------------------------------------------------------------
+
+    def upload(self, value: torch.Tensor, spec: TensorSpec) -> Ref:
+        """Copy `value` (a plain CPU tensor of `spec`'s shape and dtype) to the executors; the ref there.
+
+        Partial placements are not made here: see `factories`.
+        """
+        plan = self._uploads.get(spec)
+        if plan is None:
+            plan = self._define_upload(spec)
+        ref = Ref(next_ref())
+        if spec.numel == 0:
+            self.issue(plan, (ref.id, 0))
+            return ref
+        self._reclaim()
+        nbytes = spec.numel * spec.dtype.itemsize
+        block = self.arena.alloc(nbytes)
+        stride = contiguous_stride(spec.shape)
+        self.arena.view(block, spec.dtype, spec.shape, stride).copy_(value.detach())
+        self._in_upload.append((self.issue(plan, (ref.id, block.offset)), block))
+        return ref
+
+    def _define_upload(self, spec: TensorSpec) -> Plan:
+        mesh, _, executors = self.mesh(spec.mesh)
+        ranks = range(spec.mesh.nranks)
+        plan = Plan(self.plan_id(), "2Q", executors)
+        self.send(
+            UploadPlan(
+                plan.id,
+                mesh,
+                spec.shape,
+                contiguous_stride(spec.shape),
+                spec.dtype,
+                tuple(spec.region(r) for r in ranks),
+                tuple(spec.local_stride(r) for r in ranks),
+            )
+        )
+        self._uploads[spec] = plan
+        return plan
+
+    def _reclaim(self) -> None:
+        """Take back the blocks of uploads that every executor has consumed."""
+        pending = self._in_upload
+        if not pending:
+            return
+        control = self.control
+        slowest = min((control[64 + 16 * e] for e in self.writer.readers), default=0)
+        while pending:
+            try:
+                at, block = pending.popleft()
+            except IndexError:
+                return
+            if at >= slowest:
+                pending.appendleft((at, block))
+                return
+            self.arena.free(block)
+
+    # -- values out ---------------------------------------------------------------------------------------------
+
+    def fetch(self, ref: Ref, spec: TensorSpec, *, data: bool = True, rank: int | None = None) -> TensorFuture:
+        """A future of the value of `ref` on the client, or with `data` False of None once it exists.
+
+        `spec` must not be Partial where `data` is wanted. With `rank`, the piece of that rank alone.
+        """
+        key = (spec, data, rank)
+        plan = self._fetches.get(key)
+        if plan is None:
+            plan = self._define_fetch(spec, data, rank)
+        shape = spec.shape if rank is None else spec.local_shape(rank)
+        stride = (spec.stride if _dense(spec) else contiguous_stride(spec.shape)) if rank is None else None
+        return self._future(plan, ref, shape, stride or contiguous_stride(shape), spec.dtype, data)
+
+    def _define_fetch(self, spec: TensorSpec, data: bool, rank: int | None) -> Plan:
+        mesh, hosts, _ = self.mesh(spec.mesh)
+        shape, stride = spec.shape, spec.stride if _dense(spec) else contiguous_stride(spec.shape)
+        regions: tuple[Any, ...]
+        if rank is not None:
+            shape = spec.local_shape(rank)
+            stride = contiguous_stride(shape)
+            ranks: tuple[int, ...] = (rank,)
+            regions = (tuple((0, n) for n in shape),)
+        elif data:
+            # One rank of every set of replicas: those at coordinate 0.
+            whole = [i for i, p in enumerate(spec.placements) if type(p) is Replicate]
+            ranks = tuple(r for r, c in enumerate(spec.mesh.coordinates) if all(c[i] == 0 for i in whole))
+            regions = tuple(spec.region(r) for r in ranks)
+        else:
+            ranks = tuple(range(spec.mesh.nranks))
+            regions = tuple(spec.region(r) for r in ranks)
+        executors = tuple(sorted({hosts[r] for r in ranks}))
+        plan = Plan(self.plan_id(), "4Q", executors)
+        self.send(FetchPlan(plan.id, mesh, shape, stride, spec.dtype, ranks, regions, data))
+        self._fetches[spec, data, rank] = plan
+        return plan
+
+    def _future(
+        self, plan: Plan, ref: Ref, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, data: bool
+    ) -> TensorFuture:
+        self._reclaim()
+        numel = math.prod(shape)
+        block = self.arena.alloc(numel * dtype.itemsize) if data and numel else None
+        ticket = self.slots.take(plan.executors)
+        base = self.state.slot_word(ticket.slot, 0)
+        self.issue(plan, (ref.id, base, ticket.generation, block.offset if block else 0))
+        self.writer.wake(plan.executors, sync=True)
+
+        def free_block() -> None:
+            if block is not None:
+                self.arena.free(block)
+
+        def resolve() -> torch.Tensor | None:
+            if not ticket.answered():
+                # Not done, and yet resolved: the pool has died.
+                self.slots.give(ticket, free_block)
+                self.check()
+            if ticket.failed():
+                error = self.failures.of_slot(base, ticket.generation)
+                self.slots.give(ticket, free_block)
+                raise error
+            self.slots.give(ticket)
+            if not data:
+                return None
+            if block is None:
+                return torch.empty_strided(shape, stride, dtype=dtype)
+            return self.arena.tensor(block, dtype, shape, stride)
+
+        def abandon() -> None:
+            self.slots.give(ticket, free_block)
+
+        return TensorFuture(ticket.is_done, resolve, self.waiting, abandon)
+
+    def ask(self, message_for: Callable[[int], object], executors: Iterable[int]) -> list[Any]:
+        """Send one message per executor, each with a token, and wait for their replies, in that order."""
+        tokens = []
+        for _ in executors:
+            token = next(self._tokens)
+            tokens.append(token)
+            self.send(message_for(token), sync=True)
+        out = []
+        for token in tokens:
+            deadline = time.monotonic() + 60
+            while token not in self._replies:
+                self.drain()
+                self.check()
+                if time.monotonic() > deadline:
+                    raise PoolError("an executor has not answered within 60 s")
+                time.sleep(0.0002)
+            out.append(self._replies.pop(token))
+        return out
+
+    # -- replies and failures -----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take in what executors have told."""
+        for reader in self.pool.replies():
+            for data in reader.drain():
+                message = decode(data)
+                if isinstance(message, ErrorReport):
+                    self.failures.add(message)
+                elif isinstance(message, Reply) and message.token == -1:
+                    self.failures.fail_slot(*message.value)
+                elif isinstance(message, Reply):
+                    self._replies[message.token] = message.value
+
+    def look(self) -> None:
+        """Whatever a waiter may need to learn between two looks at its status word; never raises."""
+        if not self.closed:
+            self.pool.check()
+            self.drain()
+
+    def check(self) -> None:
+        """Raise if the pool is closed or an executor died."""
+        if self.closed:
+            raise PoolError("the pool was shut down; the next use of dtorch starts a fresh one")
+        if self.control[DEAD] or not self.pool.check():
+            self.drain()
+            raise self.pool.error() or PoolError("the pool has ended; dtorch.restart() starts a fresh one")
+
+    # -- random numbers -----------------------------------------------------------------------------------------
+
+    def seed(self, seed: int) -> None:
+        """Every generator starts again from `seed`."""
+        self.ensure(1)
+        self.send(Seed(seed))
+        self._random_latest += 1
+        self._random = dict.fromkeys(self.writer.readers, self._random_latest)
+
+    def begin_draw(self, executors: tuple[int, ...]) -> None:
+        """The generators of `executors` are brought to the latest state, and draw together with the next command.
+
+        Until :meth:`end_draw` no other thread's draw can come between.
+        """
+        self._random_lock.acquire()
+        latest = self._random_latest
+        versions = self._random
+        stale = tuple(e for e in executors if versions[e] != latest)
+        if stale:
+            root = next(e for e, v in versions.items() if v == latest)
+            members = tuple(sorted({root, *stale}))
+            self.send(SyncRandom(root, members, self.region(members)))
+            for e in stale:
+                versions[e] = latest
+        self._random_latest = latest = latest + 1
+        for e in executors:
+            versions[e] = latest
+
+    def end_draw(self) -> None:
+        """The command that draws was issued."""
+        self._random_lock.release()
+
+    def random_state(self) -> bytes:
+        """The generator's state, as torch's CPU generator gives it."""
+        self.ensure(1)
+        root = next(e for e, v in self._random.items() if v == self._random_latest)
+        return self.ask(lambda token: SendRandom(root, token), (root,))[0]
+
+    def set_random_state(self, state: bytes) -> None:
+        """Every generator continues from `state`."""
+        self.ensure(1)
+        self.send(SyncRandom(0, self.writer.readers, None, state))
+        self._random_latest += 1
+        self._random = dict.fromkeys(self.writer.readers, self._random_latest)
+
+    def wait_here(self) -> None:
+        """``DTORCH_BLOCKING=1``: wait for all that was issued, and fail where it stands."""
+        self.sync().get()
+        self.drain()
+        self.failures.raise_newest()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def sync(self) -> VoidFutureCollect:
+        """Done when every executor has run all that was issued before."""
+        spec_futures = []
+        for e in self.writer.readers:
+            mesh = DeviceMesh("cpu", [e])
+            plan = self._fetches.get(("sync", e))
+            if plan is None:
+                id, _, _ = self.mesh(mesh)
+                plan = Plan(self.plan_id(), "4Q", (e,))
+                self.send(FetchPlan(plan.id, id, (), (), torch.float32, (0,), ((),), False))
+                self._fetches["sync", e] = plan
+            ref = self.upload(torch.zeros(()), TensorSpec.of((), (), torch.float32, mesh, (Replicate(),)))
+            spec_futures.append(self._future(plan, ref, (), (), torch.float32, False))
+        return VoidFutureCollect(spec_futures)
+
+    def close(self) -> None:
+        """End the executors; idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.pid == os.getpid():
+            try:
+                self.drain()
+            except Exception:
+                log.debug("replies could not be read at exit", exc_info=True)
+            self.pool.shutdown()
+            self.failures.summary()
+
+
+def _dense(spec: TensorSpec) -> bool:
+    return spec.numel > 0 and spec.local_stride(0) is not None and not spec.is_contiguous
+
+
+_current: Client | None = None
+_start_lock = threading.Lock()
+_closing: list[Callable[[], None]] = []
+
+
+def on_close(callback: Callable[[], None]) -> None:
+    """Run `callback` whenever a pool ends: plan caches of that pool are void then."""
+    _closing.append(callback)
+
+
+def client() -> Client:
+    """The pool in use, started on first use."""
+    global _current
+    found = _current
+    if found is not None and found.pid == os.getpid():
+        return found
+    with _start_lock:
+        if _current is None or _current.pid != os.getpid():
+            for callback in _closing:
+                callback()
+            _current = Client()
+        return _current
+
+
+def current_client() -> Client | None:
+    """The pool in use, if one was started."""
+    return _current
+
+
+def close() -> None:
+    """End the pool in use; the next use starts a fresh one."""
+    global _current
+    found, _current = _current, None
+    for callback in _closing:
+        callback()
+    if found is not None:
+        found.close()
+
+
+atexit.register(close)

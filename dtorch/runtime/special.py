@@ -1,0 +1,350 @@
+"""Operators that are not one command: those that share a value, wait for one, or run on the client.
+
+Each function here has the signature ``(func, args, kwargs)`` of a dispatched call. :func:`know` decides, once per
+operator, which of them (if any) stands for it; :func:`miss` decides a call that has no plan yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from ..sharding.rule import Recipe, free_numbers, signature
+from . import client as _client
+from . import dispatch as _dispatch
+from .client import client
+from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
+from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
+from .plans import decide, define, may_move, one_mesh, remember
+
+__all__ = ["know", "miss"]
+
+_client.on_close(forget)
+
+Special = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _flat(values: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
+    for v in values:
+        if isinstance(v, torch.Tensor):
+            into.append(v)
+        elif type(v) is list or type(v) is tuple:
+            _flat(v, into)
+    return into
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors among the arguments, in order."""
+    return _flat(kwargs.values(), _flat(args, []))
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_map(v, change) for v in value)
+    return value
+
+
+def _map_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(_map(a, change) for a in args), {k: _map(v, change) for k, v in kwargs.items()}
+
+
+def is_proxy(t: Any) -> bool:
+    """Whether `t` is a dtorch tensor."""
+    return type(t) is _dispatch._tensor
+
+
+# -- the value itself -----------------------------------------------------------------------------------------------
+
+
+def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """detach, alias, lift_fresh: another proxy of the same value; nothing is sent."""
+    t = args[0]
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return wrap(t._spec, t._ref)
+    return wrap(t._spec, t._ref)
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fetch(args[0]).get().item()
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    same = dispatch(None, torch.ops.aten.eq.Tensor, (), (a, b))
+    return bool(fetch(dispatch(None, torch.ops.aten.all.default, (), (same,))).get().item())
+
+
+def _on_client(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operators whose result's shape depends on data: the inputs are fetched, the result is replicated."""
+    mesh = one_mesh([t._spec for t in tensors_of(args, kwargs) if is_proxy(t)], func._schema.name)
+    cls = _dispatch._tensor
+    plain_args = tuple(to_plain(a, cls) for a in args)
+    plain_kwargs = {k: to_plain(v, cls) for k, v in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    return _map(result, lambda t: lift(t, mesh))
+
+
+def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor is written to: the operator runs on the client, and the target stays plain."""
+    cls = _dispatch._tensor
+    return func(*(to_plain(a, cls) for a in args), **{k: to_plain(v, cls) for k, v in kwargs.items()})
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A composite operator, which inference mode hands over whole."""
+    return func.decompose(*args, **kwargs)
+
+
+def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """t_, transpose_, squeeze_, …: the proxy becomes the view; other proxies of the value stay as they are."""
+    name = func._schema.name.partition("::")[2].removesuffix("_")
+    functional = getattr(getattr(torch.ops.aten, name), func._overloadname)
+    made = dispatch(None, functional, (), args, kwargs)
+    t = args[0]
+    with torch._C._DisableTorchDispatch():
+        func(*args, **kwargs)
+    t._spec, t._ref = made._spec, made._ref
+    return t
+
+
+def _out_variant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=``: the functional form, copied into the target. The target keeps its placements."""
+    schema = func._schema
+    names = [a.name for a in schema.arguments if a.is_out]
+    position = {a.name: i for i, a in enumerate(schema.arguments)}
+    targets = [kwargs[n] if n in kwargs else args[position[n]] for n in names]
+    rest = {k: v for k, v in kwargs.items() if k not in names}
+    made = _functional(func)(*args, **rest)
+    results = made if isinstance(made, (tuple, list)) else (made,)
+    for target, result in zip(targets, results, strict=True):
+        if not isinstance(target, torch.Tensor):
+            for a, b in zip(target, result, strict=True):
+                _copy_out(func, a, b)
+        else:
+            _copy_out(func, target, result)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _copy_out(func: Any, target: torch.Tensor, result: torch.Tensor) -> None:
+    if not is_proxy(target):
+        target.resize_(result.shape).copy_(to_plain(result, _dispatch._tensor))
+        return
+    if target.shape != result.shape:
+        raise RuntimeError(
+            f"{func._schema.name}(out=): the target has shape {tuple(target.shape)}, the result "
+            f"{tuple(result.shape)}; a dtorch tensor is not resized.\n  Write:  out = {_stem(func)}(...)"
+        )
+    spec = target._spec  # type: ignore[attr-defined]
+    if result._spec.placements != spec.placements:  # type: ignore[attr-defined]
+        result = redistribute(result, spec.mesh, spec.placements)  # type: ignore[arg-type]
+    torch.ops.aten.copy_.default(target, result)
+
+
+def _stem(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2])
+
+
+def _functional(func: Any) -> Any:
+    """The overload of the same operator that returns its result instead of writing it."""
+    wanted = [str(a.type) for a in func._schema.arguments if not a.is_out]
+    packet = getattr(torch.ops.aten, _stem(func))
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        schema = found._schema
+        if not any(a.is_out for a in schema.arguments) and [str(a.type) for a in schema.arguments] == wanted:
+            return found
+    raise NotImplementedError(f"{func}: out= is not supported for this operator; assign its result instead")
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`to` never leaves the mesh by itself: devices are what `Tensor.to` is asked for, and it answers itself."""
+    return Again(args, {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")})
+
+
+def _made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """empty_like and its kin: the mesh is the tensor's, whatever device is named."""
+    dropped = ("device", "pin_memory", "layout")
+    return Again(args, {k: v for k, v in kwargs.items() if k not in dropped})
+
+
+def _refuse(reason: str) -> Special:
+    def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise RuntimeError(f"{_stem(func)} of a dtorch tensor: {reason}")
+
+    return refuse
+
+
+_SPECIAL: dict[str, Special] = {
+    "aten.detach.default": _same_value,
+    "aten.alias.default": _same_value,
+    "aten.lift_fresh.default": _same_value,
+    "aten._local_scalar_dense.default": _item,
+    "aten.equal.default": _equal,
+    "aten._to_copy.default": _to_copy,
+    "aten.resize_.default": _refuse("its memory lies on the executors; make a new tensor of the wanted shape"),
+    "aten.set_.source_Tensor": _refuse("write t.data = other, or t.copy_(other)"),
+    "aten.set_.source_Storage_storage_offset": _refuse("its memory lies on the executors; write t.copy_(other)"),
+    "aten.is_pinned.default": lambda func, args, kwargs: False,
+    "aten._pin_memory.default": _same_value,
+}
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+
+
+def know(func: Any) -> Operator:
+    """What dispatch needs to know of `func`."""
+    sig = signature(func)
+    free = free_numbers(func)
+    names = frozenset(a for a, f in zip(sig.arguments, free, strict=True) if f)
+    return remember(Operator(func, free if any(free) else None, names, _special(func, sig)))
+
+
+def _special(func: Any, sig: Any) -> Special | None:
+    found = _SPECIAL.get(sig.op)
+    if found is not None:
+        return found
+    if sig.stem in _LIKE or sig.stem in _NEW_LIKE:
+        return _made_like
+    if any(a.is_out for a in func._schema.arguments):
+        return _out_variant
+    if sig.inplace_view:
+        return _inplace_view
+    if torch.Tag.data_dependent_output in func.tags or _dynamic(func):
+        return _on_client
+    if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        return _decompose
+    return None
+
+
+def _dynamic(func: Any) -> bool:
+    # `index` is tagged, but only a boolean mask makes its shape depend on data: see _index.
+    return torch.Tag.dynamic_output_shape in func.tags and _stem(func) not in ("index", "_unsafe_index")
+
+
+# -- a call without a plan --------------------------------------------------------------------------------------------
+
+
+def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+    """Decide a call that dispatch has no plan for, remember the plan, and run the call.
+
+    `key` is None where plain tensors are among the arguments.
+    """
+    func = op.func
+    tensors = tensors_of(args, kwargs)
+    proxies = [t for t in tensors if is_proxy(t)]
+    if key is None:
+        return _with_plain(op, args, kwargs, proxies)
+    mesh = _common_mesh(proxies, func)
+    if mesh is None:
+        return _on_common_mesh(func, args, kwargs, proxies)
+    if _stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put") and _has_mask(args):
+        return _masked(func, args, kwargs)
+    c = client()
+    c.check()
+    if len(op.plans) > c.config.plan_cache:
+        op.plans.pop(next(iter(op.plans)))
+    call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor)
+    if isinstance(decided, Recipe):
+        recipe = decided
+        plan = OperatorPlan(c, 0, "", ())
+        plan.kind = DEFERRED
+        if recipe.strict:
+            plan.defer = recipe.fn
+        else:
+            plan.defer = lambda f, a, k: recipe.fn(f, a, k) if may_move() else _decide_again(op, a, k)
+        op.plans[key] = plan
+        return plan.defer(func, args, kwargs)
+    if decided.moves:
+        plan = OperatorPlan(c, 0, "", ())
+        plan.kind = DEFERRED
+        plan.defer = _mover(op, dict(decided.moves))
+        op.plans[key] = plan
+        return plan.defer(func, args, kwargs)
+    op.plans[key] = define(c, op, call, decided, numbers)
+    return dispatch(None, func, (), args, kwargs)
+
+
+def _decide_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that was allowed to move when it was decided, and is not now: raises PlacementError."""
+    decide(op, args, kwargs, _dispatch._tensor)
+    raise AssertionError("a call that needs moves was decided without them")
+
+
+def _mover(op: Operator, moves: dict[int, Any]) -> Special:
+    """Move the inputs as decided, then run the call on what came of it."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not may_move():
+            return _decide_again(op, args, kwargs)
+        at = iter(range(1 << 30))
+
+        def move(t: torch.Tensor) -> Any:
+            placements = moves.get(next(at))
+            return t if placements is None else redistribute(t, t._spec.mesh, placements)  # type: ignore[arg-type,attr-defined]
+
+        args, kwargs = _map_call(args, kwargs, move)
+        return dispatch(None, func, (), args, kwargs)
+
+    return run
+
+
+def _with_plain(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], proxies: list[Any]) -> Any:
+    """Plain tensors among the arguments are constants, replicated; a plain target stays plain."""
+    func = op.func
+    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    for i, a in enumerate(func._schema.arguments):
+        if a.name in written:
+            value = args[i] if i < len(args) else kwargs.get(a.name)
+            if any(not is_proxy(t) for t in _flat([value], [])):
+                return _into_plain(func, args, kwargs)
+    meshes = [t._spec.mesh for t in proxies if t.ndim] or [t._spec.mesh for t in proxies]
+    mesh = next((m for m in meshes if m.is_distributed), meshes[0])
+    args, kwargs = _map_call(args, kwargs, lambda t: t if is_proxy(t) else lift_constant(t, mesh))
+    return dispatch(None, func, (), args, kwargs)
+
+
+def _common_mesh(proxies: list[Any], func: Any) -> Any:
+    mesh = proxies[0]._spec.mesh
+    if all(t._spec.mesh is mesh for t in proxies):
+        return mesh
+    # A 0-dim tensor of a single device mixes with any mesh.
+    others = [t for t in proxies if t.ndim or t._spec.mesh.is_distributed]
+    if others and len(others) < len(proxies):
+        one_mesh([t._spec for t in others], _stem(func))
+        return None
+    return one_mesh([t._spec for t in proxies], _stem(func))
+
+
+def _on_common_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], proxies: list[Any]) -> Any:
+    mesh = next(t._spec.mesh for t in proxies if t.ndim or t._spec.mesh.is_distributed)
+
+    def move(t: torch.Tensor) -> Any:
+        return t if t._spec.mesh is mesh else redistribute(t, mesh, replicated(mesh))  # type: ignore[attr-defined,arg-type]
+
+    args, kwargs = _map_call(args, kwargs, move)
+    return dispatch(None, func, (), args, kwargs)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Indexing by a mask: the mask's positions are found first, and their number is then known."""
+    indices: list[Any] = []
+    for t in args[1]:
+        if t is not None and t.dtype in (torch.bool, torch.uint8):
+            indices += list(torch.ops.aten.nonzero.default(t).unbind(1))
+        else:
+            indices.append(t)
+    return dispatch(None, func, (), (args[0], indices, *args[2:]), kwargs)
