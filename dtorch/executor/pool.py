@@ -1,0 +1,479 @@
+"""The client's half of the pool: start the warden, ask it for executors, learn of ready and of death.
+
+    pool = Pool(config)
+    pool.prestart()         # optional: the warden imports torch while the client does
+    pool.ensure(2)          # executors 0 and 1 read the ring
+    pool.check()            # now and then while waiting: has someone died?
+    pool.shutdown()
+
+There is one warden process per pool (warden.py) and the pool talks to it through a socket pair (messages.py). All
+waiting is done by looking: :meth:`Pool._progress` takes in what has arrived and says whether the executors are ready,
+and :meth:`Pool.ensure` and :meth:`Pool.ensure_async` are two ways to sleep between two looks. No lock is held while
+waiting, so a thread, a loop and a signal handler may wait at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+
+from ..errors import ExecutorDiedError, PoolError
+from ..runtime.config import Config, available_cores
+from ..runtime.reply import ReplyReader, reply_memfd
+from ..runtime.shared import ABORT, DEAD, DEAD_POOL, EXECUTOR_READY, SharedState, executor_line
+from .messages import FORK_BATCH, Death, exit_reason, receive, send
+
+__all__ = ["Death", "Pool"]
+
+# What the warden's environment has in place of the user's (None: nothing), while it imports. OpenBLAS would start a
+# thread when numpy is imported, and PYTHONINSPECT would keep a failed warden waiting for input.
+WARDEN_ENVIRON: dict[str, str | None] = {"OPENBLAS_NUM_THREADS": "1", "PYTHONINSPECT": None}
+_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
+# Events may be taken in by another waiter, so nobody sleeps longer than this between two looks.
+_RECHECK = 0.02
+_CAPTURED = 16 << 10
+_RESTART = "dtorch.restart() starts a fresh pool"
+
+
+class Pool:
+    """A warden and its executors. All methods may be called from any thread.
+
+    Attributes:
+        config: the bounds it was made with.
+        state: the shared memory; executors' wake eventfds are in ``state.wake_fds``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        entry: str = "dtorch.executor.loop:run",
+        options: dict[str, Any] | None = None,
+        prefix: bool = False,
+    ) -> None:
+        """Make the shared memory; no process is started yet.
+
+        Args:
+            config: bounds, time limits, and the options executors are given.
+            entry: "module:function" that an executor runs.
+            options: more options for the entry, as JSON can say them.
+            prefix: put "[executor i] " before every line that an executor prints.
+        """
+        self.config = config
+        self.state = SharedState.create(config)
+        self._entry = entry
+        self._options = {"collectives": config.collectives, **(options or {})}
+        self._prefix = prefix
+        # Reentrant: a signal handler, or __del__ of a tensor, may come in anywhere.
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._closed = False
+        self._warden: subprocess.Popen[bytes] | None = None
+        self._wanted = 0
+        self._pids: dict[int, int] = {}
+        self._replies: dict[int, ReplyReader] = {}
+        self._deaths: list[Death] = []
+        self._warden_death: Death | None = None
+        self._refused: str | None = None
+        self._hello: dict[str, Any] | None = None
+
+    # -- starting -----------------------------------------------------------------------------------------------
+
+    def prestart(self) -> None:
+        """Start the warden, unless it runs, and return at once: it takes a second to import torch.
+
+        Raises:
+            PoolError: no process could be started, or the pool is closed.
+        """
+        with self._lock:
+            self._refuse_if_unusable()
+            if self._warden is None:
+                self._start_warden()
+
+    def _start_warden(self) -> None:
+        if not sys.executable:
+            raise PoolError(
+                "the pool needs a Python interpreter to start its executors with, and sys.executable is empty (an "
+                "embedded interpreter?); set it first: sys.executable = '/usr/bin/python3'"
+            )
+        environ = dict(os.environ)
+        for name, value in WARDEN_ENVIRON.items():
+            environ.pop(name, None)
+            if value is not None:
+                environ[name] = value
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._captured = os.memfd_create("dtorch-warden-stderr", os.MFD_CLOEXEC)
+        self._names = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._warden = subprocess.Popen(
+                    [sys.executable, "-S", _MAIN, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    # Its own words, not its executors': for the error, should it fail.
+                    stdout=self._captured,
+                    stderr=self._captured,
+                    env=environ,
+                    pass_fds=(theirs.fileno(),),
+                    # Out of the terminal's reach: Ctrl-C is the client's alone.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._close_files()
+            raise PoolError(f"the pool could not start: {sys.executable} cannot be run: {error}") from error
+        self._pidfd = os.pidfd_open(self._warden.pid)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        _live.add(self)
+        self._send_start()
+
+    def _send_start(self) -> None:
+        shared = self.state.fds()
+        message = {
+            "op": "start",
+            "path": [entry for entry in sys.path if isinstance(entry, str)],
+            "environ": {name: os.environ.get(name) for name in WARDEN_ENVIRON},
+            "entry": self._entry,
+            "options": self._options,
+            "prefix": self._prefix,
+            "watchdog": self.config.watchdog,
+            "shared": list(shared),
+        }
+        with contextlib.ExitStack() as stack:
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            stack.callback(os.close, null)
+            # Of the process, not of sys.stdout: a daemon may have closed them.
+            streams = [fd if _is_open(fd) else null for fd in (1, 2)]
+            client = os.pidfd_open(self._owner)
+            stack.callback(os.close, client)
+            self._send(message, [*streams, client, self._names, *shared.values()])
+
+    def ensure(self, n: int) -> None:
+        """Make executors 0 to n - 1 exist, and wait until they read the ring.
+
+        Executors that exist already are left alone. Let the ring's writer add the new ones as readers first, or they
+        may miss what is written while they start.
+
+        Raises:
+            ExecutorDiedError: one ended while it started, or earlier.
+            PoolError: more than ``max_executors``; the warden failed, with what it said; not ready in time
+                (``start_timeout``); the pool is closed, or belongs to the parent of this process.
+        """
+        deadline = time.monotonic() + self.config.start_timeout
+        with self._watch(n) as epoll:
+            while not self._progress(n):
+                self._refuse_if_late(n, deadline)
+                epoll.poll(_RECHECK)
+
+    async def ensure_async(self, n: int) -> None:
+        """As :meth:`ensure`, from a coroutine of asyncio or trio; the loop runs on meanwhile. May be cancelled."""
+        deadline = time.monotonic() + self.config.start_timeout
+        with self._watch(n) as epoll:
+            while not self._progress(n):
+                self._refuse_if_late(n, deadline)
+                epoll.poll(0)
+                with anyio.move_on_after(_RECHECK):
+                    await anyio.wait_readable(epoll.fileno())
+
+    @contextlib.contextmanager
+    def _watch(self, n: int) -> Iterator[select.epoll]:
+        """An epoll of one's own that wakes when there may be progress. Edges only: what stays readable, such as the
+        socket after its end or the done eventfd, which nobody reads, wakes once."""
+        with select.epoll() as epoll:
+            with self._lock:
+                self.prestart()
+                self._request(n)
+                for fd in (self._sock.fileno(), self._pidfd, self.state.done_fd):
+                    epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+            yield epoll
+
+    def _request(self, n: int) -> None:
+        """Ask the warden for the executors that are missing of the first `n`."""
+        if n > self.config.max_executors:
+            raise PoolError(
+                f"{n} executors were asked for, and a pool has at most {self.config.max_executors}; raise it before "
+                f"the pool starts: dtorch.configure(max_executors={n}), or DTORCH_MAX_EXECUTORS={n}"
+            )
+        new = range(self._wanted, n)
+        threads = self.threads_for(n)
+        for start in range(0, len(new), FORK_BATCH):
+            batch = list(new[start : start + FORK_BATCH])
+            fds: list[int] = []
+            rings: list[int] = []
+            try:
+                for executor in batch:
+                    ring = reply_memfd(self.config.reply_bytes)
+                    rings.append(ring)
+                    self._replies[executor] = ReplyReader(ring)
+                    fds += (self.state.add_wake(executor), ring)
+                self._send({"op": "fork", "executors": batch, "threads": threads}, fds)
+            except OSError as error:
+                raise PoolError(f"executors {batch[0]} to {batch[-1]} could not be started: {error}") from error
+            finally:
+                for ring in rings:
+                    os.close(ring)
+            self._wanted = batch[-1] + 1
+
+    def _progress(self, n: int) -> bool:
+        """Take in what has arrived; whether executors 0 to n - 1 are ready.
+
+        Raises:
+            PoolError: they never will be.
+        """
+        with self._lock:
+            if not self.check():
+                raise self.error() or PoolError("the pool cannot be used")
+            return all(self._is_ready(e) for e in range(n))
+
+    def _is_ready(self, executor: int) -> bool:
+        # An executor may be faster than the warden, which has still to tell its pid.
+        return executor in self._pids and self.state.control[executor_line(executor) + EXECUTOR_READY] == 1
+
+    def _refuse_if_late(self, n: int, deadline: float) -> None:
+        if time.monotonic() < deadline:
+            return
+        late = [e for e in range(n) if not self._is_ready(e)]
+        stage = "its warden still imports torch" if self._hello is None else f"of {n} executors, {late} are not ready"
+        raise PoolError(
+            f"the pool has not started within {self.config.start_timeout:g} s: {stage}. On a slow disk or a busy "
+            "machine give it longer: dtorch.configure(start_timeout=600), or DTORCH_START_TIMEOUT=600"
+        )
+
+    # -- what is known ------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[int]:
+        """Executors that are ready and have not died."""
+        self.check()
+        if self._closed or self._owner != os.getpid() or self._warden_death is not None:
+            return []
+        dead = {d.executor for d in self._deaths}
+        return [e for e in range(self._wanted) if e not in dead and self._is_ready(e)]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Executor → pid, of all that were ever started."""
+        self.check()
+        return dict(self._pids)
+
+    @property
+    def warden_pid(self) -> int | None:
+        """The warden's pid, once it was started."""
+        return None if self._warden is None else self._warden.pid
+
+    @property
+    def hello(self) -> dict[str, Any] | None:
+        """What the warden said when its imports were done ("threads", "seconds"); None before that."""
+        return self._hello
+
+    def replies(self) -> list[ReplyReader]:
+        """The reply rings of all executors, by index."""
+        return [self._replies[e] for e in range(self._wanted)]
+
+    def threads_for(self, n: int) -> int:
+        """How many torch threads each of `n` executors uses: a lone one as many as the client's torch would, several
+        an equal share of the cores."""
+        torch = sys.modules.get("torch")
+        alone: int = torch.get_num_threads() if torch is not None else available_cores()
+        return alone if n <= 1 else max(1, min(alone, available_cores() // n))
+
+    def name_plan(self, plan: int, text: str) -> None:
+        """Tell the watchdog what plan `plan` does, for its reports; one short write."""
+        if self._warden is not None and not self._closed:
+            os.write(self._names, f"{plan} {' '.join(text.split())}\n".encode())
+
+    def deaths(self) -> list[Death]:
+        """Executors that have died, first death first; whatever the warden has told by now. Does not wait."""
+        self.check()
+        return list(self._deaths)
+
+    def check(self) -> bool:
+        """Look, without waiting, whether anything has died; True while all is well.
+
+        Whoever waits for executors calls this at least every 0.2 s. Deaths of executors are noticed by the warden,
+        which sets the dead word and wakes everyone itself; that of the warden is noticed here, and here alone.
+        """
+        with self._lock:
+            if self._closed or self._owner != os.getpid():
+                return False
+            if self._warden is not None:
+                self._take_in()
+                if self._warden_death is None and self._poll.poll(0):
+                    self._take_in()
+                    self._on_warden_death()
+            return not (self._deaths or self._warden_death or self._refused)
+
+    def error(self) -> PoolError | None:
+        """What to raise where a live pool is needed; None while all is well."""
+        if self.check():
+            return None
+        try:
+            self._refuse_if_unusable()
+        except PoolError as error:
+            return error
+        return PoolError(f"the pool cannot be used; {_RESTART}")
+
+    def _refuse_if_unusable(self) -> None:
+        """Raise what :meth:`error` returns, by what is known."""
+        if self._owner != os.getpid():
+            raise PoolError(
+                f"this process ({os.getpid()}) was forked from the one that started the pool ({self._owner}), and "
+                "executors cannot be shared by two clients. Here, dtorch.restart() starts a pool of its own"
+            )
+        if self._closed:
+            raise PoolError(f"the pool is shut down; {_RESTART}")
+        if self._deaths:
+            raise ExecutorDiedError(f"{self._deaths[0]}\nThe pool has ended with it; {_RESTART}")
+        if self._warden_death is not None:
+            if self._hello is None:
+                raise PoolError(self._start_failure(self._warden_death))
+            raise PoolError(f"{self._warden_death}\nAll executors ended with it; {_RESTART}")
+        if self._refused is not None:
+            raise PoolError(self._refused)
+
+    def _start_failure(self, death: Death) -> str:
+        said = death.stderr
+        # The last line of a traceback is what it is about; the rest follows for whoever wants it.
+        what = said[-1].strip() if said else "it said nothing"
+        text = f"the pool could not start: its first process ({sys.executable}, pid {death.pid}) {death.reason}: {what}"
+        return text + ("\nIts stderr:\n" + "\n".join("    " + line for line in said) if len(said) > 1 else "")
+
+    # -- the warden's messages ----------------------------------------------------------------------------------
+
+    def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        # A warden that has gone is noticed by its pidfd, with a better reason than "broken pipe".
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(self._sock, message, fds)
+
+    def _take_in(self) -> None:
+        while True:
+            try:
+                message, _ = receive(self._sock, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if message is None:
+                return
+            event = message["event"]
+            if event == "hello":
+                self._hello = message
+            elif event == "forked":
+                self._pids.update(message["executors"])
+            elif event == "refused":
+                self._refused = (
+                    f"executor {message['executor']} could not be forked: {message['error']} (limits on processes, "
+                    f"descriptors or memory? see ulimit -a); {_RESTART}"
+                )
+            elif event == "died":
+                self._deaths.append(
+                    Death(message["executor"], message["pid"], message["reason"], tuple(message["stderr"]))
+                )
+
+    def _on_warden_death(self) -> None:
+        assert self._warden is not None
+        size = os.fstat(self._captured).st_size
+        said = os.pread(self._captured, _CAPTURED, max(0, size - _CAPTURED)).decode(errors="replace")
+        lines = tuple(line for line in said.splitlines() if line.strip())[-20:]
+        self._warden_death = Death(None, self._warden.pid, exit_reason(self._warden.wait()), lines)
+        self._declare_dead()
+
+    def _declare_dead(self) -> None:
+        control = self.state.control
+        control[DEAD] |= DEAD_POOL
+        control[ABORT] = 1
+        self.state.wake_all()
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float = 2.0) -> None:
+        """End all processes and give back the shared memory; safe to call again.
+
+        Executors end at once unless they are inside a kernel; those are killed after half of `timeout` seconds, and
+        everything is after all of it. Waiters see a dead pool. In a forked child nothing is touched.
+        """
+        with self._lock:
+            if self._closed or self._owner != os.getpid():
+                self._closed = True
+                return
+            self._closed = True
+            _live.discard(self)
+            if self._warden is not None:
+                self._declare_dead()
+                self._send({"op": "stop", "grace": timeout / 2}, [])
+        try:
+            if self._warden is not None:
+                self._poll_end(timeout)
+        finally:
+            if self._warden is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                self._warden.wait()
+                os.close(self._pidfd)
+                self._close_files()
+            for ring in self._replies.values():
+                ring.close()
+            self.state.close()
+
+    def _poll_end(self, timeout: float) -> None:
+        # Not wait(timeout=): that polls with sleeps of up to 50 ms.
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll(timeout * 1000)
+
+    def restart(self) -> Pool:
+        """A fresh pool like this one, whose warden is on its way; this one is shut down (in a forked child: left to
+        its owner)."""
+        self.shutdown()
+        fresh = Pool(self.config, entry=self._entry, options=self._options, prefix=self._prefix)
+        fresh.prestart()
+        return fresh
+
+    def _close_files(self) -> None:
+        self._sock.close()
+        os.close(self._captured)
+        os.close(self._names)
+
+    def _after_fork_in_child(self) -> None:
+        """Let go of the socket: while a child holds it, the warden would not notice its client's end by it."""
+        self._lock = threading.RLock()
+        self._close_files()
+        os.close(self._pidfd)
+        if self._warden is not None:
+            self._warden.returncode = 0  # no child of this process, so nothing to wait for or warn about
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+# Pools whose warden runs. They stay here, alive, until they are shut down.
+_live: set[Pool] = set()
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    for pool in list(_live):
+        pool.shutdown()
+
+
+def _forked() -> None:
+    for pool in _live:
+        pool._after_fork_in_child()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

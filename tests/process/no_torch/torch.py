@@ -1,0 +1,1 @@
+"""Stands in for torch, which takes a second to import, in wardens whose executors do without it."""
