@@ -13,7 +13,7 @@ element for each combination of dtypes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ from .rule import UNTAGGED_POINTWISE, Num, OutMeta, Signature, dims_of, signatur
 __all__ = ["closed_form", "infer"]
 
 Outputs = tuple[OutMeta | None, ...]
+# The operators themselves: torch.ones and its like are patched inside ``with dtorch.device_mesh(...)``.
+_empty_strided: Any = torch.ops.aten.empty_strided.default
+_META = torch.device("meta")
+_ones: Any = torch.ops.aten.ones.default
 Shape = tuple[int, ...]
 Form = Callable[[torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Outputs | None]
 
@@ -70,7 +74,7 @@ def infer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, An
 def _meta(value: Any) -> Any:
     kind = type(value)
     if kind is TensorSpec:
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        return _empty_strided(value.shape, value.stride, dtype=value.dtype, device=_META)
     if kind is Num:
         return value.value
     if kind is list or kind is tuple:
@@ -107,7 +111,7 @@ def _by_fake(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
 
         def fake(value: Any) -> Any:
             if type(value) is TensorSpec:
-                return mode.from_tensor(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
+                return mode.from_tensor(_empty_strided(value.shape, value.stride, dtype=value.dtype, device=_META))
             if type(value) is Num:
                 return value.value
             return type(value)([fake(v) for v in value]) if isinstance(value, (list, tuple)) else value
@@ -150,7 +154,7 @@ def _one(value: Any) -> Any:
     """A tensor of one element (of no dims, where the spec has none) in place of a spec."""
     kind = type(value)
     if kind is TensorSpec:
-        return torch.ones((1,) if value.shape else (), dtype=value.dtype)
+        return _ones((1,) if value.shape else (), dtype=value.dtype)
     if kind is Num:
         return value.value
     return value
@@ -206,7 +210,7 @@ def _wrong_shapes(
 
     def expanded(value: Any) -> Any:
         if type(value) is TensorSpec:
-            return torch.ones((), dtype=value.dtype).expand(value.shape)
+            return _ones((), dtype=value.dtype).expand(value.shape)
         return value.value if type(value) is Num else value
 
     if not signature(func).inplace:
@@ -278,7 +282,7 @@ def _iterated_stride(specs: list[TensorSpec], shape: Shape, wrapped: bool) -> Sh
     return _permuted_stride(tuple([(s.shape, s.stride) for s in specs]), shape)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _permuted_stride(operands: tuple[tuple[Shape, Shape], ...], shape: Shape) -> Shape:
     """``TensorIteratorBase::reorder_dimensions`` and ``allocate_or_resize_outputs`` (ATen/TensorIterator.cpp)."""
     n = len(shape)
@@ -364,7 +368,8 @@ def _reduction(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     if sig.inplace or len(func._schema.returns) != 1:
         return None
     listed = [dim] if isinstance(dim, int) else list(dim or ())
-    if len({d % n if n else 0 for d in listed}) != len(listed) or any([not -max(n, 1) <= d < max(n, 1) for d in listed]):
+    span = max(n, 1)
+    if len({d % span for d in listed}) != len(listed) or any([not -span <= d < span for d in listed]):
         return None  # torch has words for these
     if x.numel == 0 and stem in ("amax", "amin", "argmax", "argmin"):
         return None

@@ -32,7 +32,7 @@ def move_bytes(spec: TensorSpec, to: tuple[Placement, ...]) -> float:
     total = 0.0
     size = float(spec.numel * _itemsize(spec.dtype))
     held = [type(p) is Shard for p in spec.placements]
-    for p, n, cut in zip(spec.placements, spec.mesh.shape, held, strict=True):
+    for n, cut in zip(spec.mesh.shape, held, strict=True):
         if cut:
             size /= n
     for j, (a, b, n) in enumerate(zip(spec.placements, to, spec.mesh.shape, strict=True)):
@@ -97,13 +97,18 @@ def _title(call: Call) -> str:
     sig = call.sig
     shown = []
     for name, value in [*zip(sig.arguments, call.args, strict=False), *call.kwargs.items()]:
-        if name in sig.defaults and sig.defaults[name] == value:
+        if name == "half_to_float" or (name in sig.defaults and sig.defaults[name] == value):
             continue
         text = _value(value)
         if text is not None:
             shown.append(f"{name}={text}")
-    name = sig.op.split(".")[1].lstrip("_") if sig.op.startswith("aten.") else sig.op
-    return f"{name}({', '.join(shown)})"
+    return f"{_operator(call)}({', '.join(shown)})"
+
+
+def _operator(call: Call) -> str:
+    """The operator as a user knows it."""
+    op = call.sig.op
+    return op.split(".")[1].lstrip("_") if op.startswith("aten.") else op
 
 
 def _names(call: Call) -> list[str]:
@@ -118,6 +123,14 @@ def _legal_lines(legal: Sequence[Sequence[tuple[Placement, ...]]]) -> list[str]:
     if all(len(s) < 28 for s in shown) and sum(len(s) + 4 for s in shown) < 110:
         return ["    " + "    ".join(shown) + more]
     return ["    " + s for s in shown] + ([more] if more else [])
+
+
+def _out_of_place(call: Call, name: str) -> str:
+    to = [Replicate() if isinstance(p, Partial) else p for p in call.specs[0].placements]
+    first = f"{name} = {name}.redistribute(placements={to})"
+    if to != list(call.specs[0].placements):
+        return f"{first}        # then {_operator(call)}"
+    return f"{name} = {name}.{_operator(call).rstrip('_')}(…)        # the form that makes a new tensor"
 
 
 def placement_error(
@@ -137,14 +150,13 @@ def placement_error(
     for name, spec in zip(inputs, call.specs, strict=True):
         what = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)} on {mesh}: {list(spec.placements)}"
         lines.append(f"    {name + ':':<{width + 1}} {what}")
-    kinds = {p.reduce_op for s in call.specs for p in s.placements if isinstance(p, Partial)}
+    kinds = dict.fromkeys([str(p) for s in call.specs for p in s.placements if isinstance(p, Partial)])
     if not why and kinds:
-        why = f"A Partial({', '.join(sorted(kinds))!r}) does not pass through this operator as it stands."
+        why = f"{' and '.join(kinds)} cannot pass through {_operator(call)} here."
     if not legal:
-        lines.append(f"  {why} No redistribution of the other inputs makes it legal.".replace("  No", "  No"))
-        if call.sig.writes and any(call.sig.writes):
-            lines.append("  It writes its input in place, which is never moved: write the out-of-place form instead,")
-            lines.append(f"  or  {inputs[0]} = {inputs[0]}.redistribute(placements=[...])  first.")
+        lines.append(f"  {why} It writes {inputs[0]} in place, which is never moved." if why else
+                     f"  It writes {inputs[0]} in place, which is never moved.")
+        lines.append("  Write:  " + _out_of_place(call, inputs[0]))
         return "\n".join(lines)
     lines.append(f"  {why} Legal here:" if why else "  Legal here:")
     lines += _legal_lines(legal)

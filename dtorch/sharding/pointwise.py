@@ -91,8 +91,9 @@ def pointwise(call: Call) -> Rule | None:
             ins.append(tied)
             continue
         dims = broadcast_dims(s.shape, shape, tied)
-        if len(dims) > len(tied) or any([f and n != m for f, n, m in zip(reversed(dims), reversed(s.shape), reversed(shape))]):  # noqa: B905
-            return None  # not a broadcast: log_sigmoid's buffer, a table of some kind
+        skip = len(shape) - s.ndim
+        if skip < 0 or any([f and n != shape[skip + d] for d, (f, n) in enumerate(zip(dims, s.shape, strict=True))]):
+            return None  # not a broadcast: a buffer or a table of some kind
         ins.append(dims)
     flows: tuple[Flow, ...] = ()
     constants: tuple[str, ...] = ()
@@ -141,12 +142,15 @@ def _flows(call: Call) -> tuple[tuple[Flow, ...], tuple[str, ...]]:
         if not ins or "bool" in mine or result == "bool":
             continue
         if mine == {"integer"}:
-            if stem in _INTEGRAL and result == "integer" and (stem != "copy" or len({specs[i].dtype for i in ins}) == 1):
+            one_dtype = len({specs[i].dtype for i in ins}) == 1
+            if stem in _INTEGRAL and result == "integer" and (stem != "copy" or one_dtype):
                 flows += partials(("sum",), ins)
             else:
                 continue
-        elif "integer" in mine or result == "integer" or (result == "real" and "complex" in mine and stem not in ("real", "imag")):
-            continue  # a conversion between numbers and integers, or of complex to real, is not linear
+        elif "integer" in mine or result == "integer":
+            continue  # a conversion to integers is not linear
+        elif result == "real" and "complex" in mine and stem not in ("real", "imag"):
+            continue
         else:
             flows += partials(("sum", "avg"), ins)
         constants += [a for a in s if a not in at and call.arg(a) is not None]

@@ -32,12 +32,12 @@ def _reduced_shape(x: torch.Tensor, dim: list[int], keepdim: bool) -> list[int]:
 
 
 def _first_index_meta(x: torch.Tensor, extreme: torch.Tensor, dim: list[int], keepdim: bool) -> torch.Tensor:
-    return torch.empty(_reduced_shape(x, dim, keepdim), dtype=torch.int64, device="meta")
+    return aten.empty.memory_format(_reduced_shape(x, dim, keepdim), dtype=torch.int64, device=x.device)
 
 
 def _norm_power_meta(x: torch.Tensor, ord: float, dim: list[int], keepdim: bool) -> torch.Tensor:
     dtype = torch.float32 if x.dtype in HALF else x.dtype.to_real()
-    return torch.empty(_reduced_shape(x, dim, keepdim), dtype=dtype, device="meta")
+    return aten.empty.memory_format(_reduced_shape(x, dim, keepdim), dtype=dtype, device=x.device)
 
 
 _library.impl("first_index", _first_index_meta, "Meta")

@@ -500,7 +500,9 @@ def untied(n: int) -> Dims:
 
 
 @cache
-def partials(kinds: tuple[str, ...], *sets: tuple[int, ...], out: str | tuple[str, ...] | None = None) -> tuple[Flow, ...]:
+def partials(
+    kinds: tuple[str, ...], *sets: tuple[int, ...], out: str | tuple[str, ...] | None = None
+) -> tuple[Flow, ...]:
     """A Flow for each kind through each set of inputs."""
     return tuple(Flow(kind, frozenset(s), out) for s in sets for kind in kinds)
 

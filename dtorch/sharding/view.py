@@ -34,9 +34,12 @@ def _target(call: Call) -> tuple[int, ...]:
     return out.shape
 
 
+def _viewed(at: Local) -> None:
+    at.use("aten.view.default", In(0), list(at.out_shape()))
+
+
 _VIEW_WHY = (
-    "A view keeps a shard where the dim is the first of those it joins or splits, and every piece has a whole "
-    "number of rows."
+    "A view keeps a shard of the first of the dims that it joins or splits, where the pieces stay whole."
 )
 
 
@@ -49,12 +52,8 @@ def view(call: Call) -> Rule | None:
     if call.overload == "dtype":
         return _view_dtype(call)
     x, target = call.specs[0], _target(call)
-    if call.stem == "_reshape_alias":
-        # Its strides are global; the local piece is viewed by shape alone.
-        def local(at: Local) -> None:
-            at.use("aten.view.default", In(0), list(at.out_shape()))
-    else:
-        local = _sizes_local("size")
+    # The strides of _reshape_alias are global: the local piece is viewed by shape alone.
+    local = _viewed if call.stem == "_reshape_alias" else _sizes_local("size")
     ins, outs = _groups(x.shape, target)
     return _one(call, ins, outs, local=local, why=_VIEW_WHY)
 

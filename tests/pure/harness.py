@@ -17,26 +17,32 @@ import pickle
 import random
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
-
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dtorch.errors import PlacementError
 from dtorch.executor import kernels
 from dtorch.mesh import DeviceMesh, init_device_mesh
 from dtorch.placement import Partial, Placement, Replicate, Shard
 from dtorch.sharding.infer import infer
-from dtorch.sharding.propagate import LocalCall, Plan, propagate
+from dtorch.sharding.propagate import LocalCall, Plan, decode, propagate, strategies
 from dtorch.sharding.rule import Call, In, Num, OutMeta, Recipe, Rule, find, free_numbers, signature
 from dtorch.spec import TensorSpec, chunk_sizes
 
 torch.set_num_threads(1)
+
+
+
+def quiet() -> AbstractContextManager[Any]:
+    """Without torch's warnings about the samples (no degrees of freedom, deprecated arguments, …)."""
+    return warnings.catch_warnings(action="ignore")
+
 
 Placements = tuple[Placement, ...]
 R, S, P = Replicate(), Shard, Partial
@@ -242,7 +248,9 @@ def make_call(sample: Sample, shape: Sequence[int], have: Sequence[Placements]) 
 
 def whole(sample: Sample) -> list[torch.Tensor | None]:
     """torch on the whole, on private copies of the inputs."""
-    args, kwargs = tree_map(lambda x: _same_strides(x) if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs))
+    args, kwargs = tree_map(
+        lambda x: _same_strides(x) if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs)
+    )
     return [None if t is None else t.clone() for t in flat_outputs(sample.func(*args, **kwargs))]
 
 
@@ -259,7 +267,9 @@ def _same_strides(t: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def run_plan(sample: Sample, plan: Plan, shape: Sequence[int], have: Sequence[Placements], seed: int) -> list[list[Any]]:
+def run_plan(
+    sample: Sample, plan: Plan, shape: Sequence[int], have: Sequence[Placements], seed: int
+) -> list[list[Any]]:
     """Outputs of every rank. `plan.moves` are done by hand: the inputs start at the placements they need."""
     g = torch.Generator().manual_seed(seed)
     start = list(have)
@@ -332,8 +342,8 @@ class SimTensor(torch.Tensor):
     spec: TensorSpec
     pieces: list[torch.Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    auto = False
-    counts: Counter[str] = Counter()
+    auto: ClassVar[bool] = False
+    counts: ClassVar[Counter[str]] = Counter()
 
     @staticmethod
     def of(spec: TensorSpec, pieces: list[torch.Tensor]) -> SimTensor:
@@ -342,14 +352,16 @@ class SimTensor(torch.Tensor):
         return t
 
     @staticmethod
-    def distribute(t: torch.Tensor, mesh: DeviceMesh, placements: Placements, g: torch.Generator | None = None) -> SimTensor:
+    def distribute(
+        t: torch.Tensor, mesh: DeviceMesh, placements: Placements, g: torch.Generator | None = None
+    ) -> SimTensor:
         g = g or torch.Generator().manual_seed(0)
         pieces = [_dense(p) for p in distribute(t, placements, mesh.shape, g)]
         return SimTensor.of(TensorSpec.of(tuple(t.shape), tuple(t.stride()), t.dtype, mesh, placements), pieces)
 
     @staticmethod
     @contextmanager
-    def moving():
+    def moving() -> Iterator[None]:
         """Allow communication, as auto_redistribute does."""
         before, SimTensor.auto = SimTensor.auto, True
         try:
@@ -427,8 +439,6 @@ class Report:
 
 def possible(sample: Sample, rule: Rule, mesh_ndim: int) -> list[list[Placements]]:
     """Placements that the rule's own strategies need, on every combination of mesh dims."""
-    from dtorch.sharding.propagate import decode, strategies  # noqa: PLC0415
-
     needs = [s.needs for s in strategies(rule)]
     return [
         [tuple(decode(needs[c][i]) for c in combo) for i in range(len(rule.ins))]
@@ -453,40 +463,49 @@ def sweep(
         variants: each combination as the rule needs it, and with some inputs left Replicate (free moves).
     """
     report, rng = Report(), random.Random(seed)
-    for sample in samples:
-        name = str(sample.func)
-        try:
-            truth = whole(sample)
-        except Exception:
-            continue
-        ndims: dict[int, list[list[Placements]]] = {}
-        for shape in meshes:
-            n = len(shape)
-            if n not in ndims:
-                try:
-                    rule = find(make_call(sample, shape, [(R,) * n] * len(sample.tensors())))
-                except NotImplementedError:  # no meta kernel
-                    rule = None
-                if not isinstance(rule, Rule):
-                    report.unruled[name] += 1
-                    break
-                ndims[n] = possible(sample, rule, n)
-            combos = ndims[n] if len(ndims[n]) <= cap else rng.sample(ndims[n], cap)
-            seen: set[str] = set()
-            for combo in combos:
-                for variant in range(variants):
-                    have = [tuple(R if variant and rng.random() < 0.4 else p for p in ps) for ps in combo]
-                    if str(have) in seen:
-                        continue
-                    seen.add(str(have))
-                    try:
-                        check(sample, shape, have, truth=truth, seed=5)
-                    except PlacementError:
-                        continue
-                    except Exception as e:
-                        report.wrong.append(f"{sample} on {tuple(shape)} {have}: {type(e).__name__}: {str(e)[:300]}")
-                    report.checked[name] += 1
+    with quiet():
+        for sample in samples:
+            _sweep_one(sample, report, rng, meshes, cap, variants)
     return report
+
+
+def _sweep_one(
+    sample: Sample, report: Report, rng: random.Random, meshes: Sequence[Sequence[int]], cap: int, variants: int
+) -> None:
+    name = str(sample.func)
+    try:
+        truth = whole(sample)
+    except Exception:
+        return
+    ndims: dict[int, list[list[Placements]]] = {}
+    for shape in meshes:
+        n = len(shape)
+        if n not in ndims:
+            # Asked with Partial, so that rules which look for it show how it passes.
+            partial = [(R if t.dtype == torch.bool else P(),) * n for t in sample.tensors()]
+            try:
+                rule = find(make_call(sample, shape, partial))
+            except NotImplementedError:  # no meta kernel
+                rule = None
+            if not isinstance(rule, Rule):
+                report.unruled[name] += 1
+                return
+            ndims[n] = possible(sample, rule, n)
+        combos = ndims[n] if len(ndims[n]) <= cap else rng.sample(ndims[n], cap)
+        seen: set[str] = set()
+        for combo in combos:
+            for variant in range(variants):
+                have = [tuple(R if variant and rng.random() < 0.4 else p for p in ps) for ps in combo]
+                if str(have) in seen:
+                    continue
+                seen.add(str(have))
+                try:
+                    check(sample, shape, have, truth=truth, seed=5)
+                except PlacementError:
+                    continue
+                except Exception as e:
+                    report.wrong.append(f"{sample} on {tuple(shape)} {have}: {type(e).__name__}: {str(e)[:300]}")
+                report.checked[name] += 1
 
 
 def every(sample: Sample, kinds: Sequence[str] = ("sum", "max", "avg")) -> list[tuple[Placement, ...]]:
@@ -497,7 +516,9 @@ def every(sample: Sample, kinds: Sequence[str] = ("sum", "max", "avg")) -> list[
     return list(itertools.product(*per))
 
 
-def check_all(sample: Sample, n: int, *, kinds: Sequence[str] = ("sum", "max", "avg"), cap: int = 400) -> tuple[int, list[str]]:
+def check_all(
+    sample: Sample, n: int, *, kinds: Sequence[str] = ("sum", "max", "avg"), cap: int = 400
+) -> tuple[int, list[str]]:
     """Prove one call on an `n`-rank mesh under every combination: (legal ones, the wrong among them)."""
     combos, wrong, legal, truth = every(sample, kinds), [], 0, whole(sample)
     if len(combos) > cap:
@@ -550,15 +571,15 @@ def capture(
         cap: at most so many calls per overload.
         per_op: at most so many samples per entry and dtype.
     """
-    from torch.testing._internal.common_methods_invocations import op_db  # noqa: PLC0415
+    with quiet():
+        from torch.testing._internal.common_methods_invocations import op_db  # noqa: PLC0415
 
     pool: dict[Any, dict[str, Sample]] = defaultdict(dict)
     for op in op_db:
         if not ops(op.name) or any(k in op.name for k in SKIPPED) or dtype not in op.supported_dtypes("cpu"):
             continue
         grad = op.supports_autograd and dtype.is_floating_point
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             try:
                 samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 60))
             except Exception:
@@ -598,7 +619,9 @@ def _combines(sample: Sample, combo: tuple[Placement, ...], n: int, truth: list[
         results = []
         for rank in range(n):
             source = iter([p[rank].clone(memory_format=torch.contiguous_format) for p in pieces])
-            args, kwargs = tree_map(lambda x, s=source: next(s) if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs))
+            args, kwargs = tree_map(
+                lambda x, s=source: next(s) if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs)
+            )
             try:
                 results.append(flat_outputs(sample.func(*args, **kwargs)))
             except Exception:
@@ -611,7 +634,7 @@ def _combines(sample: Sample, combo: tuple[Placement, ...], n: int, truth: list[
                     try:
                         if same(combine([r[o] for r in results], (p,), (n,)), want):
                             good.add(p)
-                    except Exception:  # noqa: S112
+                    except Exception:
                         continue
             now.append(good)
         found = now if found is None else [a & b for a, b in zip(found, now, strict=True)]
