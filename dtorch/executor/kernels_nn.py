@@ -13,6 +13,7 @@ __all__ = [
     "first_over_count",
     "native_batch_norm_backward",
     "native_layer_norm_backward",
+    "one_by_one",
     "over_count",
 ]
 
@@ -21,6 +22,12 @@ __all__ = [
 def _operator(name: str) -> Any:
     namespace, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+
+
+def one_by_one(steps: list[tuple[str, list[Any], list[tuple[str, Any]]]], returns: bool) -> list[Any] | None:
+    """Each step's operator on its own arguments; `returns` says whether the results are wanted."""
+    made = [_operator(name)(*args, **dict(kwargs)) for name, args, kwargs in steps]
+    return made if returns else None
 
 
 def over_count(operator: str, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:

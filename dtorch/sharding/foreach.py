@@ -1,0 +1,240 @@
+"""Rules of operators on lists of tensors: the base operator's rule, element by element.
+
+Elements need not agree: a list may hold sharded and replicated parameters side by side. Where every element's local
+call is what the list operator would do, the list operator runs once on the local pieces; otherwise (a constant that
+only one rank may add) the elements run one after another.
+
+Numbers in the lists ride in the message: they never decide anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import PlacementError
+from ..spec import TensorSpec
+from .normalization import reduced
+from .plan import LocalCall, Plan
+from .rule import Call, Each, In, OutMeta, Recipe, Rule, names, rule, untied
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+# ---- the elements as calls -------------------------------------------------------------------------------
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(v, TensorSpec) for v in value)
+
+
+def _inputs(call: Call, j: int) -> list[int]:
+    """The indices in ``call.specs`` of element `j` of every list, and of the tensors shared by all."""
+    found, at = [], 0
+    for value in (*call.args, *call.kwargs.values()):
+        if _is_tensors(value):
+            found.append(at + j)
+            at += len(value)
+        elif isinstance(value, TensorSpec):
+            found.append(at)
+            at += 1
+    return found
+
+
+def _element(value: Any, j: int) -> Any:
+    return value[j] if isinstance(value, (list, tuple)) else value
+
+
+_UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
+    "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
+).split()
+_BINARY = "add sub mul div pow maximum minimum clamp_max clamp_min copy".split()
+_TERNARY = "addcmul addcdiv lerp".split()
+
+# Base operators whose number forms go by another name.
+_NUMBER_FORM = {"maximum": "clamp_min", "minimum": "clamp_max"}
+_OVERLOADS = {"List": ("Tensor", "Tensor_Tensor", "default"), "Tensor": ("Tensor",)}
+_NUMBER_OVERLOADS = ("Scalar", "Tensor_Scalar", "default")
+
+
+def _base(call: Call) -> Any:
+    """The operator on one element, or None."""
+    stem, overload = call.stem.removeprefix("_foreach_"), call.overload
+    numbers = overload in ("Scalar", "ScalarList") and stem not in ("addcmul", "addcdiv")
+    if numbers:
+        stem = _NUMBER_FORM.get(stem, stem)
+    packet = getattr(aten, f"{stem}_" if call.sig.inplace else stem, None)
+    choices = _NUMBER_OVERLOADS if numbers else _OVERLOADS.get(overload, ("default",))
+    return next((getattr(packet, c) for c in choices if packet is not None and c in packet.overloads()), None)
+
+
+def _own(spec: TensorSpec) -> tuple[OutMeta, ...]:
+    return (OutMeta(spec.shape, spec.stride, spec.dtype),)
+
+
+@rule(
+    *(f"_foreach_{name}" for name in (*_UNARY, *_BINARY, *_TERNARY)),
+    free=("scalar", "scalars", "alpha", "value", "weight", "exponent"),
+)
+def foreach(call: Call) -> Each | None:
+    """One call of the base operator per element."""
+    base, lists = _base(call), call.arg("self")
+    if base is None or (call.overload == "Tensor" and call.stem in ("_foreach_addcmul", "_foreach_addcdiv")):
+        return None
+    named = {a.name for a in base._schema.arguments}
+    keyword = {a.name for a in base._schema.arguments if a.kwarg_only}
+    parts = []
+    for j in range(len(lists)):
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, value in zip(call.sig.arguments, call.args, strict=False):
+            name = "value" if name == "scalars" and "value" in keyword else name
+            if name in keyword:
+                kwargs[name] = _element(value, j)
+            else:
+                args.append(_element(value, j))
+        kwargs.update({k: _element(v, j) for k, v in call.kwargs.items() if k in named})
+        outs = _own(lists[j]) if call.sig.inplace else (call.outs[j],)
+        parts.append(Call(base, tuple(args), kwargs, outs, mesh=call.mesh))
+    return Each(tuple(parts), lambda plans: _join(call, parts, plans))
+
+
+# ---- fused optimizers ------------------------------------------------------------------------------------
+
+
+@rule(
+    "_fused_adam",
+    "_fused_adamw",
+    "_fused_sgd",
+    "_fused_adagrad",
+    free=("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay"),
+)
+def fused(call: Call) -> Rule | Each | None:
+    """Elementwise in parameter, gradient and state; the step and what is shared are whole."""
+    params = call.arg("self")
+    if not call.sig.inplace or not params:
+        return None
+    if len(params) == 1:
+        shape, dims = params[0].shape, names(params[0].ndim)
+        owners = call.owners()
+        ins = tuple(
+            dims if s.shape == shape and name not in ("state_steps", "lr", "grad_scale", "found_inf") else untied(s.ndim)
+            for s, name in zip(call.specs, owners, strict=True)
+        )
+        return Rule(ins, (None,) * len(call.outs), why="Parameter, gradient and state must have the same placements.")
+    parts = []
+    for j in range(len(params)):
+        args = tuple([a[j]] if _is_tensors(a) else a for a in call.args)
+        kwargs = {k: [v[j]] if _is_tensors(v) else v for k, v in call.kwargs.items()}
+        parts.append(Call(call.func, args, kwargs, call.outs, mesh=call.mesh))
+    return Each(tuple(parts), lambda plans: _join(call, parts, plans))
+
+
+# ---- norms -----------------------------------------------------------------------------------------------
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """2-norms: the roots of the sums of squares, all of them added up over the ranks in one exchange."""
+    tensors = args[0]
+    wide = [
+        aten._to_copy.default(t, dtype=torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t
+        for t in (reduced(t) for t in tensors)
+    ]
+    squares = [aten.sum.default(aten.mul.Tensor(t, t)) for t in wide]
+    norms = aten.unbind.int(aten.sqrt.default(reduced(aten.stack.default(squares))))
+    return [
+        n if n.dtype == t.dtype else aten._to_copy.default(n, dtype=t.dtype)
+        for n, t in zip(norms, tensors, strict=True)
+    ]
+
+
+def _norm_by_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return [reduced(aten.linalg_vector_norm.default(t, order, dtype=kwargs.get("dtype"))) for t in args[0]]
+
+
+@rule("_foreach_norm")
+def norm(call: Call) -> Recipe:
+    """A norm of shards is no sum of norms: each rank adds its squares, and the root is taken of the sum."""
+    order = call.arg("ord", 2)
+    tensors = call.arg("self")
+    alike = len({t.dtype for t in tensors}) == 1 and not tensors[0].dtype.is_complex
+    # Only 2-norms of one dtype share an exchange; others go one by one.
+    return Recipe(_norms if order == 2 and alike and call.arg("dtype") is None else _norm_by_norm)
+
+
+# ---- the plans of the elements, joined --------------------------------------------------------------------
+
+
+def _template(value: Any, at: list[int]) -> Any:
+    if isinstance(value, TensorSpec):
+        at[0] += 1
+        return In(at[0] - 1)
+    return type(value)(_template(v, at) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _unedited(call: Call) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The local call that a rule has not touched."""
+    at = [0]
+    return call.sig.op, tuple(_template(a, at) for a in call.args), {k: _template(v, at) for k, v in call.kwargs.items()}
+
+
+def _renumbered(value: Any, inputs: Sequence[int]) -> Any:
+    if isinstance(value, In):
+        return In(inputs[value.index])
+    return type(value)(_renumbered(v, inputs) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _join(call: Call, parts: Sequence[Call], plans: list[Plan]) -> Plan:
+    """One plan that runs the local calls of all `plans`, on each rank its own."""
+    places = [_inputs(call, j) for j in range(len(parts))]
+    needs: dict[int, Any] = {}
+    moves: dict[int, Any] = {}
+    for inputs, plan in zip(places, plans, strict=True):
+        for i, need in zip(inputs, plan.needs, strict=True):
+            if needs.setdefault(i, need) != need:
+                raise PlacementError(
+                    f"{call.sig.op}: its elements need {call.specs[i].describe()}, which they share, in different "
+                    "placements; call the operator on each group of elements by itself"
+                )
+        moves.update({inputs[i]: to for i, to in plan.moves})
+    plain = [_unedited(p) for p in parts]
+    calls: list[LocalCall] = []
+    seen: dict[tuple[int, ...], int] = {}
+    which = []
+    for rank in range(call.mesh.nranks):
+        key = tuple(plan.which[rank] for plan in plans)
+        if key not in seen:
+            seen[key] = len(calls)
+            calls.append(_join_calls(call, places, [p.calls[k] for p, k in zip(plans, key, strict=True)], plain))
+        which.append(seen[key])
+    return Plan(
+        outs=(None,) * len(call.outs) if call.sig.inplace else tuple(o for p in plans for o in p.outs),
+        needs=tuple(needs[i] for i in range(len(call.specs))),
+        moves=tuple(sorted(moves.items())),
+        frees=tuple(sorted({i[k] for i, p in zip(places, plans, strict=True) for k in p.frees})),
+        calls=tuple(calls),
+        which=tuple(which),
+    )
+
+
+def _join_calls(call: Call, places: list[list[int]], locals_: list[LocalCall], plain: list[Any]) -> LocalCall:
+    pre: list[Any] = [None] * len(call.specs)
+    for inputs, local in zip(places, locals_, strict=True):
+        for i, move in zip(inputs, local.pre or (), strict=False):
+            pre[i] = move
+    func, args, kwargs = _unedited(call)
+    if any((c.func, c.args, c.kwargs) != p for c, p in zip(locals_, plain, strict=True)):
+        func, kwargs = "dtorch.one_by_one", {}
+        steps = [
+            [c.func, _renumbered(list(c.args), i), [[k, _renumbered(v, i)] for k, v in c.kwargs.items()]]
+            for c, i in zip(locals_, places, strict=True)
+        ]
+        args = (steps, not call.sig.inplace)
+    outs = (None,) * len(call.outs) if call.sig.inplace else tuple(o for c in locals_ for o in c.outs)
+    any_pre = any(m is not None for m in pre)
+    return LocalCall(func, args, kwargs, tuple(pre) if any_pre else None, False, outs)

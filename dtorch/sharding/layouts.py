@@ -1,0 +1,58 @@
+"""Outputs of CPU kernels that are not as torch's meta kernels say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..spec import contiguous_stride
+from .infer import by_meta, closed_form
+from .rule import OutMeta, signature
+
+__all__: list[str] = []
+
+Outputs = tuple[OutMeta | None, ...]
+
+
+@closed_form(
+    "mse_loss_backward",
+    "smooth_l1_loss_backward",
+    "huber_loss_backward",
+    "nll_loss2d_forward",
+    "native_layer_norm_backward",
+    "_log_softmax_backward_data",
+)
+def _packed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """Contiguous, whatever the inputs are."""
+    outs = by_meta(func, args, kwargs)
+    return tuple([m and OutMeta(m.shape, contiguous_stride(m.shape), m.dtype) for m in outs])
+
+
+@closed_form("native_group_norm_backward")
+def _group_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """The meta kernel refuses inputs that are not contiguous."""
+    given = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}
+    x, channels = given["input"], (given["C"],)
+    shapes = (x.shape, channels, channels)
+    return tuple(
+        OutMeta(shape, contiguous_stride(shape), x.dtype) if keep else None
+        for shape, keep in zip(shapes, given["output_mask"], strict=True)
+    )
+
+
+@closed_form("native_batch_norm", "_native_batch_norm_legit")
+def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """In evaluation no statistics are saved."""
+    out, *saved = by_meta(func, args, kwargs)
+    given = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}
+    if given["training"]:
+        return (out, *saved)
+    return (out, *[m and OutMeta((0,), (1,), m.dtype) for m in saved])
+
+
+@closed_form("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+def _nothing(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """Fused optimizers write and return nothing; some have no meta kernel."""
+    return (None,)
