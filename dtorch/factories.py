@@ -16,8 +16,7 @@ from . import graph
 from .mesh import DeviceMesh
 from .placement import Partial, Replicate, Shard
 from .runtime import moves
-from .runtime.client import client, next_ref
-from .runtime.client import Ref as _Ref
+from .runtime.client import client, next_ref, ref_type
 from .runtime.command import MakeLocals, encode_function
 from .runtime.dispatch import wrap
 from .runtime.make import make
@@ -390,9 +389,9 @@ def _from_function(
     spec = TensorSpec.of(shape, contiguous_stride(shape), dtype, mesh, placed)
     c = client()
     id, _, _ = c.mesh(mesh)
-    ref = _Ref(next_ref())
+    ref = ref_type(spec)(next_ref())
     shapes = tuple(spec.local_shape(r) for r in range(mesh.nranks))
-    c.send(MakeLocals(id, ref.id, encode_function(function), shapes, dtype, f"from_local({spec.describe()})"))
+    c.send(MakeLocals(id, ref, encode_function(function), shapes, dtype, f"from_local({spec.describe()})"))
     return wrap(spec, ref)
 
 

@@ -79,7 +79,6 @@ def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: 
                     control[plan_word] = plan = head & PLAN_MASK
                     run = plans.get(plan)
                     if run is not None:
-                        interpreter.sequence = pos
                         run(p)
                     elif plan == FREE:
                         interpreter.free(p + 1, p + (head >> LENGTH_SHIFT))
@@ -91,19 +90,20 @@ def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: 
                         count -= 1
                     # else: a plan of a mesh that this executor has no part in
                     pos += head >> LENGTH_SHIFT
-                    control[read_word] = pos
                     since += 1
                     if since == 16:
                         count += since
                         since = 0
+                        control[read_word] = pos
                         control[count_word] = count
                         control[started_word] = monotonic_ns()
                         tell()
             except Exception as error:
+                interpreter.sequence = pos
                 interpreter.failed(plan, p, error)
                 pos += head >> LENGTH_SHIFT
-                control[read_word] = pos
                 since += 1
+        control[read_word] = pos
         control[count_word] = count + since
         reader.position = pos
         tell()

@@ -52,25 +52,44 @@ from .slots import Slots
 from .scheduler import Pressure
 from .waiting import Waiting, in_event_loop
 
-__all__ = ["Client", "Ref", "client", "close", "current_client", "freed", "next_ref", "on_close"]
+__all__ = ["FREE_BATCH", "Client", "Ref", "client", "close", "current_client", "freed", "next_ref", "on_close", "ref_type"]
 
 log = logging.getLogger("dtorch")
 
-# Refs that died, to be told to the executors with the next command. Filled by Ref.__del__, which may run at any time.
+# Refs that died, to be told to the executors. Filled by __del__, which may run at any time.
 freed: deque[int] = deque()
 next_ref: Callable[[], int] = itertools.count(1).__next__
 
+# Deaths are told in batches of so many.
+FREE_BATCH = 16
+LARGE = 1 << 20
 
-class Ref:
+
+class Ref(int):
     """The name of a value on the executors; the value is dropped there when this dies."""
 
-    __slots__ = ("id",)
-
-    def __init__(self, id: int) -> None:
-        self.id = id
+    __slots__ = ()
 
     def __del__(self, _drop: Callable[[int], None] = freed.append) -> None:
-        _drop(self.id)
+        _drop(+self)
+
+
+class LargeRef(Ref):
+    """A ref of a value that is worth telling of at once: its death fills the batch up with refs of nothing."""
+
+    __slots__ = ()
+
+    def __del__(self, _drop: Callable[[Any], None] = freed.extend) -> None:
+        _drop((+self, *_FILL))
+
+
+_FILL = (0,) * (FREE_BATCH - 1)
+_FREE_RECORDS = [struct.Struct(f"<{1 + n}Q").pack_into for n in range(256)]
+
+
+def ref_type(spec: TensorSpec) -> type[Ref]:
+    """The kind of ref for values of `spec`."""
+    return LargeRef if spec.numel * spec.dtype.itemsize >= LARGE else Ref
 
 
 class Plan:
@@ -222,8 +241,15 @@ class Client:
         """Publish the refs that died. The caller holds the writer's lock."""
         writer = self.writer
         while freed:
-            ids = [freed.popleft() for _ in range(min(len(freed), 256))]
-            writer.write_record(FREE, ids)
+            n = min(len(freed), 255)
+            ids = [freed.popleft() for _ in range(n)]
+            head = writer.head
+            if head + n + 1 > writer.limit:
+                head = writer.make_room(n + 1)
+            header = FREE | (n + 1) << LENGTH_SHIFT
+            _FREE_RECORDS[n](self.ring_bytes, (head & writer.mask) << 3, header, *ids)
+            writer.issued += 1
+            writer.head = self.control[0] = head + n + 1
 
     def flush(self) -> None:
         """Tell the executors what died, and have them look."""
@@ -242,16 +268,16 @@ class Client:
         plan = self._uploads.get(spec)
         if plan is None:
             plan = self._define_upload(spec)
-        ref = Ref(next_ref())
+        ref = ref_type(spec)(next_ref())
         if spec.numel == 0:
-            self.issue(plan, (ref.id, 0))
+            self.issue(plan, (ref, 0))
             return ref
         self._reclaim()
         nbytes = spec.numel * spec.dtype.itemsize
         block = self.arena.alloc(nbytes)
         stride = contiguous_stride(spec.shape)
         self.arena.view(block, spec.dtype, spec.shape, stride).copy_(value.detach())
-        self._in_upload.append((self.issue(plan, (ref.id, block.offset)), block))
+        self._in_upload.append((self.issue(plan, (ref, block.offset)), block))
         return ref
 
     def _define_upload(self, spec: TensorSpec) -> Plan:
@@ -335,7 +361,7 @@ class Client:
         block = self.arena.alloc(numel * dtype.itemsize) if data and numel else None
         ticket = self.slots.take(plan.executors)
         base = self.state.slot_word(ticket.slot, 0)
-        self.issue(plan, (ref.id, base, ticket.generation, block.offset if block else 0))
+        self.issue(plan, (ref, base, ticket.generation, block.offset if block else 0))
         self.writer.wake(plan.executors, sync=True)
 
         def free_block() -> None:

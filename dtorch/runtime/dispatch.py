@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import client as _client
-from .client import Client, Ref, freed, next_ref
+from .client import FREE_BATCH, Client, Ref, freed, next_ref, ref_type
 from .failures import SITE_MASK, internal_files, user_frame
 
 if TYPE_CHECKING:
@@ -58,19 +58,20 @@ class OperatorPlan(_client.Plan):
     Attributes:
         kind: NEW (one new tensor), SELF (the argument at `position` is returned), GENERAL (`finish` builds the
             result from new refs), DEFERRED (`defer` runs instead: recipes, moves, operators done on the client).
-        out: spec of the new tensor.
+        out, ref: spec and kind of ref of the new tensor.
         view: whether the new tensor is a view of an input.
         draws: whether the executors' generators advance.
-        counters: of the client that defined it.
+        client: the one that defined it.
     """
 
-    __slots__ = ("client", "defer", "draws", "finish", "kind", "news", "out", "position", "view")
+    __slots__ = ("client", "defer", "draws", "finish", "kind", "news", "out", "position", "ref", "view")
 
     def __init__(self, client: Client, id: int, layout: str, executors: tuple[int, ...]) -> None:
         super().__init__(id, layout, executors)
         self.client = client
         self.kind = GENERAL
         self.out: TensorSpec | None = None
+        self.ref = Ref
         self.position = 0
         self.view = False
         self.draws = False
@@ -140,7 +141,7 @@ def scan(a: Any, free: bool, key: list[Any], words: list[Any], nums: list[Any]) 
     t = type(a)
     if t is _tensor:
         key.append(a._spec)
-        words.append(a._ref.id)
+        words.append(a._ref)
     elif t is int:
         if free and _INT_MIN <= a <= _INT_MAX:
             key.append(_INT_POSITIVE if a > 0 else _INT)
@@ -185,42 +186,48 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         if type(result) is not Again:
             return result
         args, kwargs = result.args, result.kwargs
-    key: list[Any] = []
-    words: list[Any] = []
     nums: list[Any] = []
-    free = op.free
-    try:
-        if free is None:
-            for a in args:
-                t = type(a)
-                if t is _tensor:
-                    key.append(a._spec)
-                    words.append(a._ref.id)
-                elif t is int or a is None:
-                    key.append(a)
-                else:
-                    scan(a, False, key, words, nums)
-        else:
-            i = 0
-            for a in args:
-                t = type(a)
-                if t is _tensor:
-                    key.append(a._spec)
-                    words.append(a._ref.id)
-                elif t is float and free[i]:
-                    key.append(_FLOAT_POSITIVE if a > 0 else _FLOAT)
-                    nums.append(a)
-                else:
-                    scan(a, free[i], key, words, nums)
-                i += 1
-        if kwargs:
-            names = op.free_names
-            for name, a in kwargs.items():
-                key.append(name)
-                scan(a, name in names, key, words, nums)
-    except _Plain:
-        return _miss(op, args, kwargs or {}, None)
-    k = tuple(key)
+    words: Any
+    k: tuple[Any, ...]
+    if len(args) == 2 and not kwargs and type(args[0]) is _tensor and type(args[1]) is _tensor:
+        x, y = args
+        k = (x._spec, y._spec)
+        words = (x._ref, y._ref)
+    else:
+        words, key = [], []
+        free = op.free
+        try:
+            if free is None:
+                for a in args:
+                    t = type(a)
+                    if t is _tensor:
+                        key.append(a._spec)
+                        words.append(a._ref)
+                    elif t is int or a is None:
+                        key.append(a)
+                    else:
+                        scan(a, False, key, words, nums)
+            else:
+                i = 0
+                for a in args:
+                    t = type(a)
+                    if t is _tensor:
+                        key.append(a._spec)
+                        words.append(a._ref)
+                    elif t is float and free[i]:
+                        key.append(_FLOAT_POSITIVE if a > 0 else _FLOAT)
+                        nums.append(a)
+                    else:
+                        scan(a, free[i], key, words, nums)
+                    i += 1
+            if kwargs:
+                names = op.free_names
+                for name, a in kwargs.items():
+                    key.append(name)
+                    scan(a, name in names, key, words, nums)
+        except _Plain:
+            return _miss(op, args, kwargs or {}, None)
+        k = tuple(key)
     plan = op.plans.get(k)
     if plan is None:
         return _miss(op, args, kwargs or {}, k)
@@ -231,8 +238,11 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     kind = plan.kind
     failures = client.failures
     f = _frame(1)
-    if internal_files.get(f.f_code.co_filename, True):
-        f = user_frame(f)
+    try:
+        while internal_files[f.f_code.co_filename]:
+            f = f.f_back  # type: ignore[assignment]
+    except (KeyError, AttributeError):
+        f = user_frame(_frame(1))
     if plan.draws:
         client.begin_draw(plan.executors)
     try:
@@ -256,7 +266,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
             control = client.control
             writer.issued += 1
             writer.head = control[0] = end
-            if freed:
+            if len(freed) >= FREE_BATCH:
                 client.write_frees()
     finally:
         if plan.draws:
@@ -272,10 +282,10 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         if plan.view and _inference():
             # A view of a normal tensor must itself be one: in-place writes through it need a version counter.
             with torch.inference_mode(False):
-                return wrap(spec, Ref(new))  # type: ignore[arg-type]
+                return wrap(spec, plan.ref(new))  # type: ignore[arg-type]
         out = _make(_tensor, spec.shape, spec.stride, 0, None, spec.dtype, _STRIDED, _CPU)  # type: ignore[union-attr]
         out._spec = spec
-        out._ref = Ref(new)
+        out._ref = plan.ref(new)
         return out
     if kind == 1:
         return args[plan.position]
@@ -295,7 +305,7 @@ def publish(plan: OperatorPlan, words: list[Any]) -> Tensor:
             client.end_draw()
     if client.blocking:
         client.wait_here()
-    return wrap(plan.out, Ref(new))  # type: ignore[arg-type]
+    return wrap(plan.out, plan.ref(new))  # type: ignore[arg-type]
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from ..mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, as_placements
 from ..sharding.redistribute import plan_redistribute
 from ..spec import TensorSpec, contiguous_stride
-from .client import Client, Plan, Ref, client, next_ref
+from .client import Client, Plan, client, next_ref, ref_type
 from .command import RedistributePlan
 from .dispatch import wrap
 
@@ -125,10 +125,10 @@ def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
     if move is None:
         move = _moves[key] = _define(c, key)
     ids = [next_ref() for _ in pairs]
-    c.issue(move, [*ids, *(t._ref.id for t, _ in pairs)])
+    c.issue(move, [*ids, *(t._ref for t, _ in pairs)])
     for observe in observers:
         observe(move.kinds, move.bytes_moved)
-    return [wrap(target, Ref(i)) for i, (_, target) in zip(ids, pairs, strict=True)]
+    return [wrap(target, ref_type(target)(i)) for i, (_, target) in zip(ids, pairs, strict=True)]
 
 
 # Called with (kinds, bytes) of every redistribution that is issued.

@@ -22,7 +22,7 @@ from ..sharding.rule import In as RuleIn
 from ..spec import TensorSpec
 from . import client as _client
 from .command import CallPlan, In, LocalCall, NumberIn
-from .client import Client, Ref
+from .client import Client, ref_type
 from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
 
 __all__ = ["auto_redistribute_on", "decide", "define", "forget", "may_move"]
@@ -186,6 +186,7 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
     plan.news = sum(new)
     if len(shape) == 1 and shape[0][0] == "new":
         plan.kind, plan.out = NEW, decided.outs[0]
+        plan.ref = ref_type(decided.outs[0])
     elif len(shape) == 1 and shape[0][0] == "arg" and sig.index[shape[0][1]] < len(call.args):
         plan.kind, plan.position = SELF, sig.index[shape[0][1]]
     else:
@@ -214,7 +215,7 @@ def _finisher(
     def finish(news: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def make(i: int) -> Any:
             spec = outs[i]
-            return None if spec is None else wrap(spec, Ref(news[rank[i]]))
+            return None if spec is None else wrap(spec, ref_type(spec)(news[rank[i]]))
 
         if view and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
