@@ -15,11 +15,11 @@ import torch
 from torch.nn import Module, Parameter
 
 from .. import graph
+from .._tensor import Tensor
 from ..factories import distribute_tensor
 from ..mesh import DeviceMesh
 from ..placement import Placement, fitting
 from ..spec import TensorSpec, resolve
-from .._tensor import Tensor
 
 __all__ = ["check_fits", "install", "move_module", "plain_factories", "put", "put_parameter", "replicate_rest"]
 

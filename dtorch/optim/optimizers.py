@@ -24,9 +24,9 @@ from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as util_types
 
+from .._tensor import Tensor
 from ..mesh import DeviceMesh
 from ..nn.placing import plain_factories, put
-from .._tensor import Tensor
 
 __all__ = ["SAME_BITS", "install", "optimizer_class"]
 

@@ -275,6 +275,28 @@ def test_the_import_paths_are_one_thing() -> None:
     assert dtensor.placement_types.Shard is Shard
 
 
+def test_visualize_sharding(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=["dp", "tp"])
+    t = dtensor.zeros(3, 5, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    dtensor.debug.visualize_sharding(t, header="weights")
+    assert capsys.readouterr().out.splitlines() == [
+        "weights",
+        "float32[3, 5] [Shard(0), Shard(1)] on cpu(dp=2, tp=2)",
+        "         col 0-2  col 3-4",
+        "row 0-1  cpu:0    cpu:1",
+        "row 2    cpu:2    cpu:3",
+    ]
+    dtensor.debug.visualize_sharding(dtensor.zeros(1, device_mesh=mesh, placements=[Shard(0), Replicate()]))
+    assert capsys.readouterr().out.splitlines() == [
+        "float32[1] [Shard(0), Replicate()] on cpu(dp=2, tp=2)",
+        "  col 0",
+        "  cpu:0 cpu:1",
+        "nothing: cpu:2 cpu:3",
+    ]
+    with pytest.raises(ValueError, match="a picture has two"):
+        dtensor.debug.visualize_sharding(dtensor.zeros(1, 1, 1, device_mesh=mesh))
+
+
 # Process groups.
 
 

@@ -157,6 +157,53 @@ def test_users_modules() -> None:
     assert torch.allclose(m.scale.grad.to_torch(), expected.to_torch())
 
 
+def image(lib: Any) -> Any:
+    return lib.randn(3, 2, 8, 8)
+
+
+def sequence(lib: Any) -> Any:
+    return lib.randn(2, 5, 8)
+
+
+FORWARD: dict[str, tuple[Callable[[Any], torch.nn.Module], Callable[[Any], Any]]] = {
+    "convolution": (
+        lambda nn: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+        ),
+        image,
+    ),
+    "transposed convolution": (lambda nn: nn.ConvTranspose2d(2, 4, 3), image),
+    "embedding": (
+        lambda nn: nn.Sequential(nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 3)),
+        lambda lib: lib.tensor([[1, 2], [3, 1]]),
+    ),
+    "norms": (
+        lambda nn: nn.Sequential(nn.GroupNorm(2, 6), nn.PReLU(6), nn.InstanceNorm1d(6, affine=True)),
+        lambda lib: lib.randn(2, 6, 5),
+    ),
+    "gru": (lambda nn: nn.GRU(8, 4, bidirectional=True), sequence),
+    "dropout": (lambda nn: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 2)), sequence),
+    "transformer": (lambda nn: nn.TransformerEncoderLayer(8, 2, 16, 0.1), sequence),
+    "weight norm": (lambda nn: nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), sequence),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_and_backward_give_torchs_bits(name: str) -> None:
+    make, draw = FORWARD[name]
+    results = []
+    for lib in (torch, dtorch):
+        lib.manual_seed(8)
+        module = make(lib.nn)
+        out = module(draw(lib))
+        out = out[0] if isinstance(out, tuple) else out
+        out.pow(2).sum().backward()
+        values = [out.detach(), *(p.grad for p in module.parameters())]
+        results.append([v.to_torch() if isinstance(v, dtorch.Tensor) else v for v in values])
+    for ours, theirs in zip(*results[::-1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
 # model.to(mesh).
 
 

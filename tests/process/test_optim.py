@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _foreach_supported_types
 
 import dtorch
 from dtorch import Replicate, Shard, init_device_mesh
@@ -80,7 +81,7 @@ def test_foreach_is_a_default_only() -> None:
     opt = dtorch.optim.AdamW(placed())
     opt.add_param_group({"params": plain()})
     assert [g["foreach"] for g in opt.param_groups] == [True, None]
-    assert dtorch.Tensor in torch.optim.optimizer._foreach_supported_types
+    assert dtorch.Tensor in _foreach_supported_types
 
 
 def test_step_counters_stay_on_the_client() -> None:

@@ -4,10 +4,10 @@
 to :func:`distribute_tensor` is the whole value, ``from_local`` takes one tensor per rank or a function of the rank.
 """
 
+from ..._tensor import Tensor as DTensor
 from ...factories import distribute_tensor, empty, from_local, full, ones, rand, randn, zeros
 from ...placement import Partial, Placement, Replicate, Shard
-from ..._tensor import Tensor as DTensor
-from . import parallel, placement_types
+from . import debug, parallel, placement_types
 from .module import distribute_module
 
 if not hasattr(DTensor, "from_local"):
@@ -19,6 +19,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "debug",
     "distribute_module",
     "distribute_tensor",
     "empty",
