@@ -6,7 +6,7 @@
     pool.check()            # now and then while waiting: has someone died?
     pool.shutdown()
 
-There is one warden process per pool (warden.py) and the pool talks to it through a socket pair (messages.py). All
+There is one warden process per pool (warden.py), which the pool holds by launch.py and talks to by messages.py. All
 waiting is done by looking: :meth:`Pool._progress` takes in what has arrived and says whether the executors are ready,
 and :meth:`Pool.ensure` and :meth:`Pool.ensure_async` are two ways to sleep between two looks. No lock is held while
 waiting, so a thread, a loop and a signal handler may wait at once.
@@ -18,13 +18,10 @@ import atexit
 import contextlib
 import os
 import select
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import anyio
@@ -33,17 +30,13 @@ from ..errors import ExecutorDiedError, PoolError
 from ..runtime.config import Config, available_cores
 from ..runtime.reply import ReplyReader, reply_memfd
 from ..runtime.shared import ABORT, DEAD, DEAD_POOL, EXECUTOR_READY, SharedState, executor_line
-from .messages import FORK_BATCH, Death, exit_reason, receive, send
+from .launch import WardenProcess
+from .messages import FORK_BATCH, Death
 
 __all__ = ["Death", "Pool"]
 
-# What the warden's environment has in place of the user's (None: nothing), while it imports. OpenBLAS would start a
-# thread when numpy is imported, and PYTHONINSPECT would keep a failed warden waiting for input.
-WARDEN_ENVIRON: dict[str, str | None] = {"OPENBLAS_NUM_THREADS": "1", "PYTHONINSPECT": None}
-_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
 # Events may be taken in by another waiter, so nobody sleeps longer than this between two looks.
 _RECHECK = 0.02
-_CAPTURED = 16 << 10
 _RESTART = "dtorch.restart() starts a fresh pool"
 
 
@@ -80,7 +73,7 @@ class Pool:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
-        self._warden: subprocess.Popen[bytes] | None = None
+        self._warden: WardenProcess | None = None
         self._wanted = 0
         self._pids: dict[int, int] = {}
         self._replies: dict[int, ReplyReader] = {}
@@ -98,66 +91,21 @@ class Pool:
             PoolError: no process could be started, or the pool is closed.
         """
         with self._lock:
-            self._refuse_if_unusable()
-            if self._warden is None:
-                self._start_warden()
+            self._running()
 
-    def _start_warden(self) -> None:
-        if not sys.executable:
-            raise PoolError(
-                "the pool needs a Python interpreter to start its executors with, and sys.executable is empty (an "
-                "embedded interpreter?); set it first: sys.executable = '/usr/bin/python3'"
-            )
-        environ = dict(os.environ)
-        for name, value in WARDEN_ENVIRON.items():
-            environ.pop(name, None)
-            if value is not None:
-                environ[name] = value
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._captured = os.memfd_create("dtorch-warden-stderr", os.MFD_CLOEXEC)
-        self._names = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
-        try:
-            with theirs:
-                self._warden = subprocess.Popen(
-                    [sys.executable, "-S", _MAIN, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    # Its own words, not its executors': for the error, should it fail.
-                    stdout=self._captured,
-                    stderr=self._captured,
-                    env=environ,
-                    pass_fds=(theirs.fileno(),),
-                    # Out of the terminal's reach: Ctrl-C is the client's alone.
-                    start_new_session=True,
-                )
-        except OSError as error:
-            self._close_files()
-            raise PoolError(f"the pool could not start: {sys.executable} cannot be run: {error}") from error
-        self._pidfd = os.pidfd_open(self._warden.pid)
-        self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
-        _live.add(self)
-        self._send_start()
-
-    def _send_start(self) -> None:
-        shared = self.state.fds()
-        message = {
-            "op": "start",
-            "path": [entry for entry in sys.path if isinstance(entry, str)],
-            "environ": {name: os.environ.get(name) for name in WARDEN_ENVIRON},
-            "entry": self._entry,
-            "options": self._options,
-            "prefix": self._prefix,
-            "watchdog": self.config.watchdog,
-            "shared": list(shared),
-        }
-        with contextlib.ExitStack() as stack:
-            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            stack.callback(os.close, null)
-            # Of the process, not of sys.stdout: a daemon may have closed them.
-            streams = [fd if _is_open(fd) else null for fd in (1, 2)]
-            client = os.pidfd_open(self._owner)
-            stack.callback(os.close, client)
-            self._send(message, [*streams, client, self._names, *shared.values()])
+    def _running(self) -> WardenProcess:
+        """The warden, started on first use. The caller holds the lock."""
+        self._refuse_if_unusable()
+        if self._warden is None:
+            start = {
+                "entry": self._entry,
+                "options": self._options,
+                "prefix": self._prefix,
+                "watchdog": self.config.watchdog,
+            }
+            self._warden = WardenProcess(start, self.state.fds())
+            _live.add(self)
+        return self._warden
 
     def ensure(self, n: int) -> None:
         """Make executors 0 to n - 1 exist, and wait until they read the ring.
@@ -187,18 +135,18 @@ class Pool:
                     await anyio.wait_readable(epoll.fileno())
 
     @contextlib.contextmanager
-    def _watch(self, n: int) -> Iterator[select.epoll]:
+    def _watch(self, n: int) -> Generator[select.epoll]:
         """An epoll of one's own that wakes when there may be progress. Edges only: what stays readable, such as the
         socket after its end or the done eventfd, which nobody reads, wakes once."""
         with select.epoll() as epoll:
             with self._lock:
-                self.prestart()
-                self._request(n)
-                for fd in (self._sock.fileno(), self._pidfd, self.state.done_fd):
+                warden = self._running()
+                self._request(n, warden)
+                for fd in (warden.sock.fileno(), warden.pidfd, self.state.done_fd):
                     epoll.register(fd, select.EPOLLIN | select.EPOLLET)
             yield epoll
 
-    def _request(self, n: int) -> None:
+    def _request(self, n: int, warden: WardenProcess) -> None:
         """Ask the warden for the executors that are missing of the first `n`."""
         if n > self.config.max_executors:
             raise PoolError(
@@ -217,7 +165,7 @@ class Pool:
                     rings.append(ring)
                     self._replies[executor] = ReplyReader(ring)
                     fds += (self.state.add_wake(executor), ring)
-                self._send({"op": "fork", "executors": batch, "threads": threads}, fds)
+                warden.send({"op": "fork", "executors": batch, "threads": threads}, fds)
             except OSError as error:
                 raise PoolError(f"executors {batch[0]} to {batch[-1]} could not be started: {error}") from error
             finally:
@@ -284,14 +232,16 @@ class Pool:
     def threads_for(self, n: int) -> int:
         """How many torch threads each of `n` executors uses: a lone one as many as the client's torch would, several
         an equal share of the cores."""
-        torch = sys.modules.get("torch")
-        alone: int = torch.get_num_threads() if torch is not None else available_cores()
+        # Not imported here: prestart is for clients that have not got that far. Nor trusted to be whole by then.
+        get_num_threads = getattr(sys.modules.get("torch"), "get_num_threads", available_cores)
+        alone: int = get_num_threads()
         return alone if n <= 1 else max(1, min(alone, available_cores() // n))
 
     def name_plan(self, plan: int, text: str) -> None:
         """Tell the watchdog what plan `plan` does, for its reports; one short write."""
-        if self._warden is not None and not self._closed:
-            os.write(self._names, f"{plan} {' '.join(text.split())}\n".encode())
+        with self._lock:
+            if self._warden is not None and not self._closed:
+                self._warden.name_plan(plan, text)
 
     def deaths(self) -> list[Death]:
         """Executors that have died, first death first; whatever the warden has told by now. Does not wait."""
@@ -307,11 +257,12 @@ class Pool:
         with self._lock:
             if self._closed or self._owner != os.getpid():
                 return False
-            if self._warden is not None:
-                self._take_in()
-                if self._warden_death is None and self._poll.poll(0):
-                    self._take_in()
-                    self._on_warden_death()
+            if self._warden is not None and self._warden_death is None:
+                ended = self._warden.has_ended()  # looked at first: what it said last is then there to be read
+                self._take_in(self._warden)
+                if ended:
+                    self._warden_death = self._warden.death()
+                    self._declare_dead()
             return not (self._deaths or self._warden_death or self._refused)
 
     def error(self) -> PoolError | None:
@@ -349,21 +300,8 @@ class Pool:
         text = f"the pool could not start: its first process ({sys.executable}, pid {death.pid}) {death.reason}: {what}"
         return text + ("\nIts stderr:\n" + "\n".join("    " + line for line in said) if len(said) > 1 else "")
 
-    # -- the warden's messages ----------------------------------------------------------------------------------
-
-    def _send(self, message: dict[str, Any], fds: list[int]) -> None:
-        # A warden that has gone is noticed by its pidfd, with a better reason than "broken pipe".
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(self._sock, message, fds)
-
-    def _take_in(self) -> None:
-        while True:
-            try:
-                message, _ = receive(self._sock, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            if message is None:
-                return
+    def _take_in(self, warden: WardenProcess) -> None:
+        for message in warden.messages():
             event = message["event"]
             if event == "hello":
                 self._hello = message
@@ -378,14 +316,6 @@ class Pool:
                 self._deaths.append(
                     Death(message["executor"], message["pid"], message["reason"], tuple(message["stderr"]))
                 )
-
-    def _on_warden_death(self) -> None:
-        assert self._warden is not None
-        size = os.fstat(self._captured).st_size
-        said = os.pread(self._captured, _CAPTURED, max(0, size - _CAPTURED)).decode(errors="replace")
-        lines = tuple(line for line in said.splitlines() if line.strip())[-20:]
-        self._warden_death = Death(None, self._warden.pid, exit_reason(self._warden.wait()), lines)
-        self._declare_dead()
 
     def _declare_dead(self) -> None:
         control = self.state.control
@@ -407,28 +337,16 @@ class Pool:
                 return
             self._closed = True
             _live.discard(self)
-            if self._warden is not None:
+            warden = self._warden
+            if warden is not None:
                 self._declare_dead()
-                self._send({"op": "stop", "grace": timeout / 2}, [])
         try:
-            if self._warden is not None:
-                self._poll_end(timeout)
+            if warden is not None:
+                warden.end(timeout)
         finally:
-            if self._warden is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-                self._warden.wait()
-                os.close(self._pidfd)
-                self._close_files()
             for ring in self._replies.values():
                 ring.close()
             self.state.close()
-
-    def _poll_end(self, timeout: float) -> None:
-        # Not wait(timeout=): that polls with sleeps of up to 50 ms.
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        poll.poll(timeout * 1000)
 
     def restart(self) -> Pool:
         """A fresh pool like this one, whose warden is on its way; this one is shut down (in a forked child: left to
@@ -438,26 +356,10 @@ class Pool:
         fresh.prestart()
         return fresh
 
-    def _close_files(self) -> None:
-        self._sock.close()
-        os.close(self._captured)
-        os.close(self._names)
-
     def _after_fork_in_child(self) -> None:
-        """Let go of the socket: while a child holds it, the warden would not notice its client's end by it."""
         self._lock = threading.RLock()
-        self._close_files()
-        os.close(self._pidfd)
         if self._warden is not None:
-            self._warden.returncode = 0  # no child of this process, so nothing to wait for or warn about
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+            self._warden.forget()
 
 
 # Pools whose warden runs. They stay here, alive, until they are shut down.

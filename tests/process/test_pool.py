@@ -519,8 +519,8 @@ def test_ctrl_c_reaches_the_client_alone() -> None:
         import fcntl, termios
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         driver = Driver(2)
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(30)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
@@ -629,7 +629,7 @@ def test_a_reader_that_went_away_ends_nothing() -> None:
     assert process.stdout and process.stderr
     assert process.stdout.readline() == "go\n"
     process.stdout.close()
-    assert process.stderr.read().endswith("fine")
+    assert "fine" in process.stderr.read()  # among what the executor wrote there
     assert process.wait(timeout=20) == 0
     process.stderr.close()
 

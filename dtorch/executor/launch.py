@@ -1,0 +1,159 @@
+"""The warden as its client holds it: a process, a socket, and what it says should it fail to start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..errors import PoolError
+from .messages import Death, close_all, exit_reason, receive, send
+
+__all__ = ["WardenProcess"]
+
+# What the warden's environment has in place of the user's (None: nothing), while it imports. OpenBLAS would start a
+# thread when numpy is imported, and PYTHONINSPECT would keep a failed warden waiting for input.
+WARDEN_ENVIRON: dict[str, str | None] = {"OPENBLAS_NUM_THREADS": "1", "PYTHONINSPECT": None}
+_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
+_CAPTURED_BYTES = 16 << 10
+_CAPTURED_LINES = 20
+
+
+class WardenProcess:
+    """A running warden.
+
+    Attributes:
+        pid: its process id.
+        pidfd: readable once it has ended.
+        sock: our end of the socket pair.
+    """
+
+    def __init__(self, start: dict[str, Any], shared: dict[str, int]) -> None:
+        """Start the process, and send it `start` and the descriptors `shared`. Returns before it imports anything.
+
+        Raises:
+            PoolError: no interpreter, or no process.
+        """
+        if not sys.executable:
+            raise PoolError(
+                "the pool needs a Python interpreter to start its executors with, and sys.executable is empty (an "
+                "embedded interpreter?); set it first: sys.executable = '/usr/bin/python3'"
+            )
+        environ = dict(os.environ)
+        for name, value in WARDEN_ENVIRON.items():
+            environ.pop(name, None)
+            if value is not None:
+                environ[name] = value
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._captured = os.memfd_create("dtorch-warden-stderr", os.MFD_CLOEXEC)
+        self._names = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-S", _MAIN, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    # Its own words, not its executors': for the error, should it fail.
+                    stdout=self._captured,
+                    stderr=self._captured,
+                    env=environ,
+                    pass_fds=(theirs.fileno(),),
+                    # Out of the terminal's reach: Ctrl-C is the client's alone.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._close_files()
+            raise PoolError(f"the pool could not start: {sys.executable} cannot be run: {error}") from error
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self._poll = select.poll()
+        self._poll.register(self.pidfd, select.POLLIN)
+        self._send_start(start, shared)
+
+    def _send_start(self, start: dict[str, Any], shared: dict[str, int]) -> None:
+        message = {
+            **start,
+            "op": "start",
+            # Whatever else is in there, the import system does not look at it either.
+            "path": [entry for entry in list[object](sys.path) if isinstance(entry, str)],
+            "environ": {name: os.environ.get(name) for name in WARDEN_ENVIRON},
+            "shared": list(shared),
+        }
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        client = os.pidfd_open(os.getpid())
+        try:
+            # The outputs of the process, not of sys.stdout. A daemon may have closed them.
+            streams = [fd if _is_open(fd) else null for fd in (1, 2)]
+            self.send(message, [*streams, client, self._names, *shared.values()])
+        finally:
+            close_all((null, client))
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send one message. To a warden that has gone it goes nowhere: its pidfd tells why, not a broken pipe."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(self.sock, message, fds)
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """The messages that have arrived; does not wait."""
+        while True:
+            try:
+                message, _ = receive(self.sock, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if message is None:
+                return
+            yield message
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; does not wait."""
+        return bool(self._poll.poll(0))
+
+    def death(self) -> Death:
+        """How the process ended, once it has."""
+        size = os.fstat(self._captured).st_size
+        said = os.pread(self._captured, _CAPTURED_BYTES, max(0, size - _CAPTURED_BYTES)).decode(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip()]
+        return Death(None, self.pid, exit_reason(self._process.wait()), tuple(lines[-_CAPTURED_LINES:]))
+
+    def name_plan(self, plan: int, text: str) -> None:
+        """Append to the file in which the warden finds what plan `plan` does."""
+        os.write(self._names, f"{plan} {' '.join(text.split())}\n".encode())
+
+    def end(self, timeout: float) -> None:
+        """Ask all processes to end; kill executors after half of `timeout` seconds, and the warden after all of it."""
+        try:
+            self.send({"op": "stop", "grace": timeout / 2})
+            # Not Popen.wait(timeout): that sleeps up to 50 ms between two looks.
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            poll.poll(timeout * 1000)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self._process.wait()
+            os.close(self.pidfd)
+            self._close_files()
+
+    def forget(self) -> None:
+        """In a forked child of the client: let go of all descriptors. While a child holds the socket, the warden would
+        not notice by it that the client has ended."""
+        self._close_files()
+        os.close(self.pidfd)
+        self._process.returncode = 0  # no child of this process, so nothing to wait for or warn about
+
+    def _close_files(self) -> None:
+        self.sock.close()
+        close_all((self._captured, self._names))
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
