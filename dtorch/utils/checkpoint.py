@@ -1,13 +1,130 @@
-"""``torch.utils.checkpoint``: recomputes a part of the forward in the backward; works on dtorch tensors as it is."""
+"""``torch.utils.checkpoint``: recompute a part of the forward in the backward, with the same random numbers.
+
+torch saves the state of the client's generator, but dropout draws from that of the executors. Here a checkpoint asks
+for their state before its forward, without waiting; if the forward drew any, the recomputation starts from that state
+and puts the later one back afterwards (which waits for the executors, once a checkpoint).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+from torch.nn import Sequential
 from torch.utils import checkpoint as _checkpoint
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from ..errors import PoolError
+from ..runtime.client import client
+from ..runtime.command import SendRandom
 
 __all__ = ["checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop"]
+
+
+class _AskedState:
+    """The state that the executors' generators have at this point of the program; asked for now, read later."""
+
+    # Tokens of states that nobody will read, whose replies are to be thrown away when they come.
+    _unwanted: ClassVar[set[int]] = set()
+
+    def __init__(self) -> None:
+        self._client = c = client()
+        c.ensure(1)
+        # Long programs ask often and read seldom: take in what came, so that no executor waits to be read.
+        c.drain()
+        for token in self._unwanted & c._replies.keys():
+            del c._replies[token]
+            self._unwanted.discard(token)
+        self.draws = c._random_latest
+        root = next(e for e, latest in c._random.items() if latest == c._random_latest)
+        self._token = next(c._tokens)
+        self._state: bytes | None = None
+        c.send(SendRandom(root, self._token), sync=True)
+
+    def read(self) -> bytes:
+        """The state; waits until the executor that was asked has come so far."""
+        c = self._client
+        deadline = time.monotonic() + 60
+        while self._state is None:
+            c.drain()
+            c.check()
+            self._state = c._replies.pop(self._token, None)
+            if self._state is None:
+                if time.monotonic() > deadline:
+                    raise PoolError("checkpoint: the state of the random generator did not arrive within 60 s")
+                time.sleep(0.0002)
+        return self._state
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", b"") is None:
+            self._unwanted.add(self._token)
+
+
+class _SameDraws:
+    """A function that draws, each time it is called again, the random numbers that it drew at first."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._before: _AskedState | None = None
+        self._called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._called:
+            self._called, before = True, _AskedState()
+            try:
+                return self._function(*args, **kwargs)
+            finally:
+                if client()._random_latest != before.draws:
+                    self._before = before
+        if self._before is None:
+            return self._function(*args, **kwargs)
+        after = client().random_state()
+        client().set_random_state(self._before.read())
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            client().set_random_state(after)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """As ``torch.utils.checkpoint.checkpoint``: run `function` now, keep only its inputs, run it again in backward.
+
+    Args:
+        function: what to run.
+        args, kwargs: its arguments, and torch's other options.
+        use_reentrant: as torch's; False is recommended.
+        preserve_rng_state: dropout draws the same in the recomputation.
+    """
+    run = _SameDraws(function) if preserve_rng_state else function
+    return _checkpoint.checkpoint(
+        run, *args, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state, **kwargs
+    )
+
+
+def checkpoint_sequential(
+    functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, **kwargs: Any
+) -> Any:
+    """As ``torch.utils.checkpoint.checkpoint_sequential``: a sequence of modules in `segments` checkpoints."""
+    modules = list(functions.children() if isinstance(functions, Sequential) else functions)
+    each = len(modules) // segments
+    for segment in range(segments):
+        last = segment == segments - 1
+        part = modules[segment * each : None if last else (segment + 1) * each]
+        input = _run(part, input) if last else checkpoint(_run, part, input, use_reentrant=use_reentrant, **kwargs)
+    return input
+
+
+def _run(modules: list[Callable[[Any], Any]], x: Any) -> Any:
+    for module in modules:
+        x = module(x)
+    return x
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,50 @@
+"""dtorch.utils.checkpoint: the recomputation drops out what the forward did."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+from dtorch.runtime.client import client
+from dtorch.utils.checkpoint import _AskedState
+
+
+def run(lib: Any, reentrant: bool | None, sequential: bool = False) -> list[torch.Tensor]:
+    lib.manual_seed(2)
+    nn = lib.nn
+    m = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2))
+    x = lib.randn(4, 6, requires_grad=True)
+    if reentrant is None:
+        y = m(x)
+    elif sequential:
+        y = lib.utils.checkpoint.checkpoint_sequential(m, 2, x, use_reentrant=reentrant)
+    else:
+        y = lib.utils.checkpoint.checkpoint(m, x, use_reentrant=reentrant)
+    after = lib.rand(3)
+    y.sum().backward()
+    values = [y.detach(), after, lib.rand(3), x.grad, *(p.grad for p in m.parameters())]
+    return [v.to_torch() if isinstance(v, dtorch.Tensor) else v for v in values]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_gradients_are_those_without_a_checkpoint(reentrant: bool, sequential: bool) -> None:
+    plain = run(torch, None)
+    for got in (run(dtorch, None), run(dtorch, reentrant, sequential), run(torch, reentrant, sequential)):
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+def test_without_random_numbers_nothing_is_kept() -> None:
+    x = dtorch.ones(3, requires_grad=True)
+    for _ in range(20):
+        dtorch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
+    gc.collect()
+    dtorch.Graph.sync()
+    _AskedState().read()
+    _AskedState().read()
+    assert _AskedState._unwanted == set()
+    assert client()._replies == {}
