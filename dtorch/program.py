@@ -44,8 +44,8 @@ __all__ = [
 LINE = 64
 """Bytes of a cache line: what different executors write never shares one."""
 
-SLOT_BYTES = 1 << 20
-"""Default bytes of one slot. A chunk and its sum then stay in a core's cache; a group of n has 2 n slots."""
+SLOT_BYTES = 2 << 20
+"""Default bytes of one slot: large enough that barriers do not show, small enough for a core's cache."""
 
 Cut = tuple[tuple[int, int, int], ...]
 """A slice of a tensor as (dim, start, length), one for each dim that is not taken whole."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,17 +66,29 @@ class GlooGroup(Group):
     Args are those of :class:`Group`.
     """
 
-    _pg: dist.ProcessGroupGloo | None = None
+    # Any: torch's stubs lack its methods.
+    _pg: Any = None
+
+    def exchange_rounds(self, rounds: int) -> int:
+        """One: poison is told before anything is sent."""
+        return 1
+
+    def all_reduce_rounds(self, rows: Sequence[tuple[int, int]], count: int, dtype: torch.dtype) -> int:
+        """One."""
+        return 1
+
+    def reduce_scatter_rounds(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+        """One."""
+        return 1
 
     def exchange(
         self,
         writes: Sequence[tuple[Tensor, int, int, tuple[int, ...]]],
         reads: Sequence[tuple[int, int, int, Tensor]],
         rounds: int,
-        poison: int = 0,
     ) -> int:
         """See :meth:`Group.exchange`."""
-        if self.barrier(poison):
+        if self.barrier():
             return 1
         # Both ends list the sections of a pair by their place in the slots, which is the same for both.
         sending = sorted(writes, key=lambda w: w[1:3])
@@ -94,19 +106,12 @@ class GlooGroup(Group):
         return 0
 
     def all_reduce(
-        self,
-        mine: Sequence[Tensor],
-        out: Tensor | None,
-        rows: Sequence[tuple[int, int]],
-        op: str,
-        divisor: int,
-        count: int,
-        dtype: torch.dtype,
-        poison: int = 0,
+        self, mine: Sequence[Tensor], out: Tensor, rows: Sequence[tuple[int, int]], op: str, divisor: int
     ) -> int:
         """See :meth:`Group.all_reduce`."""
-        if self.barrier(poison or out is None) or out is None:
+        if self.barrier():
             return 1
+        count, dtype = out.numel(), out.dtype
         part = -(-count // self.n)
         bounds = [(min(j * part, count), min((j + 1) * part, count)) for j in range(self.n)]
         heights = [sum(member == j for member, _ in rows) for j in range(self.n)]
@@ -125,19 +130,18 @@ class GlooGroup(Group):
 
     def reduce_scatter(
         self,
-        x: Tensor | None,
-        out: Tensor | None,
+        x: Tensor,
+        out: Tensor,
         rows: Sequence[int],
         cuts: Sequence[Cut],
         shapes: Sequence[tuple[int, ...]],
         op: str,
         divisor: int,
-        dtype: torch.dtype,
-        poison: int = 0,
     ) -> int:
         """See :meth:`Group.reduce_scatter`."""
-        if self.barrier(poison or x is None or out is None) or x is None or out is None:
+        if self.barrier():
             return 1
+        dtype = out.dtype
         shape = shapes[self.me]
         size = prod(shape) * dtype.itemsize
         got = self._all_to_all([_bytes(narrow(x, cut)) for cut in cuts], [size] * self.n)
@@ -167,22 +171,23 @@ class GlooGroup(Group):
         except RuntimeError as error:
             raise Aborted(f"gloo, in a collective of executors {self.members}: {error}") from error
 
-    def _connect(self) -> dist.ProcessGroupGloo:
+    def _connect(self) -> Any:
         # Only the owner may enter the directory, and it is gone once all have met.
         mine = tempfile.mkdtemp(prefix="dtorch-") if self.me == 0 else None
         try:
             where = self.broadcast_bytes(0, None if mine is None else mine.encode()).decode()
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            make: Any = dist.ProcessGroupGloo
+            options = make._Options()
+            options._devices = [make.create_device(hostname="127.0.0.1")]
             options._timeout = _TIMEOUT
             store = dist.FileStore(os.path.join(where, "store"), self.n)
-            self._pg = dist.ProcessGroupGloo(store, self.me, self.n, options)
-            self._finish(self._pg.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
+            group = self._pg = make(store, self.me, self.n, options)
+            self._finish(group.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
             self.barrier()
         finally:
             if mine is not None:
                 shutil.rmtree(mine, ignore_errors=True)
-        return self._pg
+        return group
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -212,6 +217,7 @@ class Comm:
         self.state, self.me, self.slot = state, me, slot
         self._make = Group if mode == "shm" else GlooGroup
         self._groups: dict[tuple[tuple[int, ...], int], Group] = {}
+        self.ready: dict[int, Any] = {}  # of redistribution.run: id of a program → its fast path
         # Regions are of one size, that of the largest group, so that a number is enough to find one.
         self._stride = pad(region_bytes(state.max_executors, slot), 1 << 16)
 

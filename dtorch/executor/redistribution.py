@@ -7,15 +7,18 @@ never leaves the peers waiting: this executor still takes part in every barrier,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import mmap
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..program import AllReduce, Cut, Exchange, Program, ReduceLine, ReduceScatter, Step
+from ..program import AllReduce, Cut, Exchange, Program, ReduceLine, ReduceScatter
 from .collectives import Comm
+from .ready import Ready, make_ready
 from .reducing import reducer
 from .shm_collectives import Aborted, Group, narrow
 
@@ -25,6 +28,11 @@ FUSE_BYTES = 256 << 10
 """Tensors up to this size share an exchange; above it, a copy more costs more than a barrier."""
 BUCKET_BYTES = 8 << 20
 """Most bytes that share one exchange."""
+
+_READY = 4096
+
+HUGE_BYTES = 4 << 20
+"""From here on results are put on huge pages: faulting in 4 KiB pages would cost more than the copy."""
 
 Failure = bool | Exception
 """False: all went well. True: a peer came poisoned. An exception: it was raised here, and the peers know."""
@@ -47,31 +55,38 @@ def run(
     Raises:
         Aborted: a peer died; the pool must be started anew.
     """
+    ready = comm.ready.get(id(program)) or _make_ready(program, comm)
+    fast, meetings = ready[1:]
+    if fast is not None and locals and not poison:
+        group = meetings[0][0] if meetings else None
+        start = 0 if group is None else group.sequence
+        try:
+            out, bad = fast(locals[0])
+            return ([], True) if bad else ([out], False)
+        except Aborted:
+            raise
+        except Exception as error:
+            if group is not None:
+                group.catch_up(start + 1)
+            return [], error
+    starts = [(group, group.sequence) for group, _ in meetings]
     failure: Failure = poison or locals is None
-    tensors = list(locals or ())
-    if program.slot != comm.slot:
-        raise ValueError(f"a program for slots of {program.slot} bytes met executors with slots of {comm.slot} bytes")
-    if not failure and program.order is not None:
-        tensors = [t.permute(program.order) for t in tensors]
-    for step in program.steps:
-        if not failure:
-            try:
-                tensors, bad = _run_step(step, tensors, program.dtype, comm)
-                failure = bool(bad)
-                continue
-            except Aborted:
-                raise
-            except _StepFailed as stop:
-                # The peers were told within the step.
-                failure = stop.error
-                continue
-        _skip(step, program.dtype, comm)
-    if failure:
-        return [], failure
-    if program.order is not None:
-        back = _inverse(program.order)
-        tensors = [t.permute(back) for t in tensors]
-    return tensors, False
+    tensors: list[Tensor] = []
+    if not failure:
+        try:
+            tensors, failure = _run_steps(program, locals or (), comm)
+        except Aborted:
+            raise
+        except Exception as error:
+            failure = error
+    if not failure:
+        return tensors, False
+    # Wherever this executor stopped, its peers go on to the end: so does it, poisoned.
+    targets = dict(starts)
+    for group, rounds in meetings:
+        targets[group] += rounds
+        group.catch_up(targets[group])
+    return [], failure
 
 
 def run_many(
@@ -104,11 +119,31 @@ def run_many(
     return ([] if failure else results), failure
 
 
-class _StepFailed(Exception):
-    """A step raised `error` before it arrived anywhere; the barriers of the step are done, poisoned."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+def _make_ready(program: Program, comm: Comm) -> tuple[Program, Ready | None, list[tuple[Group, int]]]:
+    """What is known of `program` beforehand: its fast path, and how often it meets which group, in order."""
+    if program.slot != comm.slot:
+        raise ValueError(f"a program for slots of {program.slot} bytes met executors with slots of {comm.slot} bytes")
+    meetings: list[tuple[Group, int]] = []
+    for step in program.steps:
+        if isinstance(step, Exchange):
+            if step.group is not None:
+                group = comm.shared(*step.group)
+                meetings.append((group, group.exchange_rounds(step.rounds)))
+        elif isinstance(step, AllReduce):
+            for line in step.lines:
+                if line.group is not None:
+                    group = comm.shared(*line.group)
+                    count = prod(step.outs[line.outs[0]])
+                    meetings.append((group, group.all_reduce_rounds(line.rows, count, program.dtype)))
+        else:
+            for line in step.lines:
+                group = comm.shared(*line.group)
+                meetings.append((group, group.reduce_scatter_rounds(line.shapes, program.dtype)))
+    if len(comm.ready) >= _READY:
+        comm.ready.clear()
+    # The program is kept with what is known of it: its id must not pass to another.
+    found = comm.ready[id(program)] = (program, make_ready(program, comm), meetings)
+    return found
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -118,146 +153,109 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return back
 
 
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new tensor, on huge pages where it is large."""
+    t = torch.empty(shape, dtype=dtype)
+    if t.nbytes >= HUGE_BYTES:
+        start = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Advice only: where it is refused the tensor is as good as any.
+        _madvise(start, t.data_ptr() + t.nbytes - start, mmap.MADV_HUGEPAGE)
+    return t
+
+
 def _plain(t: Tensor) -> Tensor:
     """`t` without lazy conjugation or negation, which its bytes would not show."""
     return t.resolve_conj().resolve_neg() if t.is_complex() or t.is_neg() else t
 
 
-# -- one step -------------------------------------------------------------------------------------------------------
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+# Outputs are allocated before this executor arrives anywhere: what may fail has then failed while the peers can
+# still be told.
 
 
-def _run_step(step: Step, tensors: list[Tensor], dtype: torch.dtype, comm: Comm) -> tuple[list[Tensor], int]:
-    try:
-        begin = _PREPARE[type(step)](step, tensors, dtype, comm)
-    except Exception as error:
-        _skip(step, dtype, comm)
-        raise _StepFailed(error) from error
-    return begin()
+def _run_steps(program: Program, locals: Sequence[Tensor], comm: Comm) -> tuple[list[Tensor], bool]:
+    tensors = list(locals)
+    if program.order is not None:
+        tensors = [t.permute(program.order) for t in tensors]
+    for step in program.steps:
+        if isinstance(step, Exchange):
+            tensors, bad = _exchange(step, tensors, program.dtype, comm)
+        elif isinstance(step, AllReduce):
+            tensors, bad = _all_reduce(step, tensors, program.dtype, comm)
+        else:
+            tensors, bad = _reduce_scatter(step, tensors, program.dtype, comm)
+        if bad:
+            return [], True
+    if program.order is not None:
+        back = _inverse(program.order)
+        tensors = [t.permute(back) for t in tensors]
+    return tensors, False
 
 
-def _skip(step: Step, dtype: torch.dtype, comm: Comm) -> None:
-    """Take part in `step` as one that has failed."""
-    if isinstance(step, Exchange):
-        if step.group is not None:
-            comm.shared(*step.group).exchange((), (), step.rounds, 1)
-    elif isinstance(step, AllReduce):
-        for line in step.lines:
-            if line.group is not None:
-                count = prod(step.outs[line.outs[0]])
-                comm.shared(*line.group).all_reduce((), None, line.rows, step.op, step.divisor, count, dtype, 1)
-    else:
-        for line in step.lines:
-            comm.shared(*line.group).reduce_scatter(
-                None, None, line.rows, line.cuts, line.shapes, step.op, step.divisor, dtype, 1
-            )
-
-
-# What may fail (allocation, a wrong shape) is done when a step is prepared, before this executor arrives at
-# any barrier; the function that comes back only moves data.
-_Begin = Callable[[], tuple[list[Tensor], int]]
-
-
-def _exchange(step: Exchange, tensors: list[Tensor], dtype: torch.dtype, comm: Comm) -> _Begin:
+def _exchange(step: Exchange, tensors: list[Tensor], dtype: torch.dtype, comm: Comm) -> tuple[list[Tensor], int]:
     zeros = step.zeros
     outs = [
-        torch.zeros(shape, dtype=dtype) if i in zeros else torch.empty(shape, dtype=dtype)
-        for i, shape in enumerate(step.outs)
+        torch.zeros(shape, dtype=dtype) if i in zeros else _empty(shape, dtype) for i, shape in enumerate(step.outs)
     ]
     if dtype.is_complex:
         tensors = [_plain(t) for t in tensors]
-    copies = [(narrow(outs[c.out], c.out_cut), narrow(tensors[c.src], c.src_cut)) for c in step.copies]
-    group = None if step.group is None else comm.shared(*step.group)
-    writes = [(narrow(tensors[w.src], w.cut), w.round, w.offset, w.readers) for w in step.writes]
-    landed = [
-        narrow(outs[r.out], r.cut) if r.out >= 0 else torch.empty(r.shape, dtype=dtype) for r in step.reads
-    ]
-    reads = [(r.member, r.round, r.offset, to) for r, to in zip(step.reads, landed, strict=True)]
-    reduces = [
-        (
-            narrow(outs[r.out], r.cut),
-            [narrow(tensors[i], cut) if i >= 0 else landed[-1 - i] for i, cut in r.terms],
-        )
-        for r in step.reduces
-    ]
-
-    def begin() -> tuple[list[Tensor], int]:
-        bad = 0
-        if group is not None:
-            bad = group.exchange(writes, reads, step.rounds)
-        if not bad:
-            for to, source in copies:
-                to.copy_(source)
-            for to, terms in reduces:
-                reducer(dtype, step.op, step.divisor, len(terms))(to, terms)
-        return outs, bad
-
-    return begin
+    landed = [narrow(outs[r.out], r.cut) if r.out >= 0 else _empty(r.shape, dtype) for r in step.reads]
+    if step.group is not None:
+        writes = [(narrow(tensors[w.src], w.cut), w.round, w.offset, w.readers) for w in step.writes]
+        reads = [(r.member, r.round, r.offset, to) for r, to in zip(step.reads, landed, strict=True)]
+        if comm.shared(*step.group).exchange(writes, reads, step.rounds):
+            return [], 1
+    for c in step.copies:
+        narrow(outs[c.out], c.out_cut).copy_(narrow(tensors[c.src], c.src_cut))
+    for r in step.reduces:
+        terms = [narrow(tensors[i], cut) if i >= 0 else landed[-1 - i] for i, cut in r.terms]
+        reducer(dtype, step.op, step.divisor, len(terms))(narrow(outs[r.out], r.cut), terms)
+    return outs, 0
 
 
-def _flat(tensors: list[Tensor], which: tuple[int, Cut]) -> Tensor:
-    t = narrow(tensors[which[0]], which[1])
+def _flat(t: Tensor, cut: Cut) -> Tensor:
+    t = narrow(t, cut)
     if t.is_complex() or not t.is_contiguous():
         t = _plain(t).contiguous()
     return t.view(-1)
 
 
-def _all_reduce(step: AllReduce, tensors: list[Tensor], dtype: torch.dtype, comm: Comm) -> _Begin:
-    outs = [torch.empty(shape, dtype=dtype) for shape in step.outs]
-    parts: list[tuple[ReduceLine, Group | None, list[Tensor]]] = []
-    for line in step.lines:
-        group = None if line.group is None else comm.shared(*line.group)
-        parts.append((line, group, [_flat(tensors, which) for which in line.mine]))
-
-    def begin() -> tuple[list[Tensor], int]:
-        bad = 0
-        for line, group, mine in parts:
-            out = outs[line.outs[0]].view(-1)
-            bad |= _reduce_line(group, mine, out, line.rows, step, dtype, bad)
-            if not bad:
-                for i in line.outs[1:]:
-                    outs[i].copy_(outs[line.outs[0]])
-        return outs, bad
-
-    return begin
+def _all_reduce(step: AllReduce, tensors: list[Tensor], dtype: torch.dtype, comm: Comm) -> tuple[list[Tensor], int]:
+    outs = [_empty(shape, dtype) for shape in step.outs]
+    rows = [[_flat(tensors[i], cut) for i, cut in line.mine] for line in step.lines]
+    for line, mine in zip(step.lines, rows, strict=True):
+        out = outs[line.outs[0]]
+        if _reduce_line(line, mine, out.view(-1), step, comm):
+            return [], 1
+        for i in line.outs[1:]:
+            outs[i].copy_(out)
+    return outs, 0
 
 
-def _reduce_line(
-    group: Group | None,
-    mine: list[Tensor],
-    out: Tensor,
-    rows: tuple[tuple[int, int], ...],
-    step: AllReduce,
-    dtype: torch.dtype,
-    poison: int = 0,
-) -> int:
-    if group is None:
-        reducer(dtype, step.op, step.divisor, len(rows))(out, [mine[row] for _, row in rows])
-        return poison
-    return group.all_reduce(mine, out, rows, step.op, step.divisor, out.numel(), dtype, poison)
+def _reduce_line(line: ReduceLine, mine: list[Tensor], out: Tensor, step: AllReduce, comm: Comm) -> int:
+    if line.group is not None:
+        return comm.shared(*line.group).all_reduce(mine, out, line.rows, step.op, step.divisor)
+    reducer(out.dtype, step.op, step.divisor, len(line.rows))(out, [mine[row] for _, row in line.rows])
+    return 0
 
 
-def _reduce_scatter(step: ReduceScatter, tensors: list[Tensor], dtype: torch.dtype, comm: Comm) -> _Begin:
-    outs = [torch.empty(shape, dtype=dtype) for shape in step.outs]
+def _reduce_scatter(
+    step: ReduceScatter, tensors: list[Tensor], dtype: torch.dtype, comm: Comm
+) -> tuple[list[Tensor], int]:
+    outs = [_empty(shape, dtype) for shape in step.outs]
     if dtype.is_complex:
         tensors = [_plain(t) for t in tensors]
-    groups = [comm.shared(*line.group) for line in step.lines]
-
-    def begin() -> tuple[list[Tensor], int]:
-        bad = 0
-        for line, group in zip(step.lines, groups, strict=True):
-            bad |= group.reduce_scatter(
-                tensors[line.src], outs[line.out], line.rows, line.cuts, line.shapes, step.op, step.divisor, dtype, bad
-            )
-        return outs, bad
-
-    return begin
-
-
-_PREPARE: dict[type[Step], Callable[[Any, list[Tensor], torch.dtype, Comm], _Begin]] = {
-    Exchange: _exchange,
-    AllReduce: _all_reduce,
-    ReduceScatter: _reduce_scatter,
-}
+    for line in step.lines:
+        group = comm.shared(*line.group)
+        out = outs[line.out]
+        if group.reduce_scatter(tensors[line.src], out, line.rows, line.cuts, line.shapes, step.op, step.divisor):
+            return [], 1
+    return outs, 0
 
 
 # -- several all_reduces as one -------------------------------------------------------------------------------------
@@ -301,37 +299,40 @@ def _run_bucket(
     counts = [prod(s) for s in shapes]
     total = sum(counts)
     group = None if line.group is None else comm.shared(*line.group)
+    target = 0 if group is None else group.sequence + group.all_reduce_rounds(line.rows, total, dtype)
+    failure: Failure = locals is None
+    if locals is not None:
+        try:
+            rows: list[Tensor] = []
+            for row in range(len(line.mine)):
+                flats: list[Tensor] = []
+                for program, tensors in zip(programs, locals, strict=True):
+                    i, cut = _line(program)[1].mine[row]
+                    t = tensors[i] if program.order is None else tensors[i].permute(program.order)
+                    flats.append(_flat(t, cut))
+                rows.append(torch.cat(flats))
+            out = torch.empty(total, dtype=dtype)
+            copies = [[torch.empty(s, dtype=dtype) for _ in line.outs] for s in shapes]
+            failure = bool(_reduce_line(line, rows, out, step, comm))
+            if not failure:
+                return _parted(programs, out.split(counts), copies), False
+        except Aborted:
+            raise
+        except Exception as error:
+            failure = error
+    if group is not None:
+        group.catch_up(target)
+    return [], failure
 
-    def skip(failure: Failure) -> tuple[list[list[Tensor]], Failure]:
-        if group is not None:
-            group.all_reduce((), None, line.rows, step.op, step.divisor, total, dtype, 1)
-        return [], failure
 
-    if locals is None:
-        return skip(True)
-    try:
-        rows: list[Tensor] = []
-        for row in range(len(line.mine)):
-            flats: list[Tensor] = []
-            for program, tensors in zip(programs, locals, strict=True):
-                which = _line(program)[1].mine[row]
-                t = tensors[which[0]]
-                if program.order is not None:
-                    t = t.permute(program.order)
-                flats.append(_flat([t], (0, which[1])))
-            rows.append(torch.cat(flats))
-        out = torch.empty(total, dtype=dtype)
-        copies = [[torch.empty(s, dtype=dtype) for _ in line.outs] for s in shapes]
-    except Exception as error:
-        return skip(error)
-    if _reduce_line(group, rows, out, line.rows, step, dtype):
-        return [], True
-    for piece, shape, made in zip(out.split(counts), shapes, copies, strict=True):
+def _parted(
+    programs: Sequence[Program], pieces: Sequence[Tensor], copies: list[list[Tensor]]
+) -> list[list[Tensor]]:
+    """The results in a bucket, each in memory of its own."""
+    for piece, made in zip(pieces, copies, strict=True):
         for t in made:
-            t.copy_(piece.view(shape))
+            t.copy_(piece.view(t.shape))
     return [
         made if p.order is None else [t.permute(_inverse(p.order)) for t in made]
         for p, made in zip(programs, copies, strict=True)
-    ], False
-
-
+    ]

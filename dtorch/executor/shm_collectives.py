@@ -85,9 +85,9 @@ def narrow(t: Tensor, cut: Cut) -> Tensor:
 class Group:
     """The executors `members`, seen from the one at index `me`.
 
-    Every member must make the same calls in the same order. Each call takes `poison` (nonzero: this member
-    has failed, and its data is not looked at) and returns nonzero, on all members alike, if anyone was poisoned;
-    the outputs then hold nothing of use.
+    Every member must make the same calls in the same order, or take part in as many barriers (``…_rounds``) with
+    :meth:`catch_up`. Calls return nonzero, on all members alike, if anyone was poisoned; the outputs then hold nothing
+    of use.
 
     Args:
         fd: the collective memfd; grown where it is too short.
@@ -119,7 +119,7 @@ class Group:
         self._address = self._bytes.data_ptr()
         self._data = control_bytes(n)
         self._aborted = aborted
-        self._sequence = 0
+        self.sequence = 0
         # Its release is a fence on both sides: publish then look at the flags, raise the flag then look at the word.
         self._lock = threading.Lock()
         step = LINE // 8
@@ -139,7 +139,7 @@ class Group:
             Aborted: a peer died meanwhile.
         """
         words, lock = self._words, self._lock
-        self._sequence = sequence = self._sequence + 1
+        self.sequence = sequence = self.sequence + 1
         parity, arrived = sequence & 1, sequence << 1
         mine = self._mine[parity]
         if _FENCED:
@@ -183,11 +183,38 @@ class Group:
         finally:
             words[self._flag] = 0
 
-    def skip(self, rounds: int) -> int:
-        """Take part in `rounds` barriers as one that has failed."""
-        for _ in range(rounds):
+    def catch_up(self, sequence: int) -> None:
+        """Take part in all barriers up to `sequence` as one that has failed."""
+        while self.sequence < sequence:
             self.barrier(1)
-        return 1
+
+    def exchange_rounds(self, rounds: int) -> int:
+        """How many barriers :meth:`exchange` takes."""
+        return rounds
+
+    def all_reduce_rounds(self, rows: Sequence[tuple[int, int]], count: int, dtype: torch.dtype) -> int:
+        """How many barriers :meth:`all_reduce` takes."""
+        chunks = -(-count // self._chunk(rows, count, dtype))
+        return 2 * chunks if self._two_phase(count, dtype) else chunks
+
+    def reduce_scatter_rounds(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+        """How many barriers :meth:`reduce_scatter` takes."""
+        return max(map(len, self._parts(shapes, dtype)))
+
+    def _chunk(self, rows: Sequence[tuple[int, int]], count: int, dtype: torch.dtype) -> int:
+        height = 1 + max(row for _, row in rows)
+        return min(count, pad(self.slot // height - LINE) // dtype.itemsize)
+
+    def _two_phase(self, count: int, dtype: torch.dtype) -> bool:
+        return self.n > 2 and count * dtype.itemsize > DIRECT_BYTES
+
+    def share(self) -> int:
+        """Bytes of a slot that :meth:`reduce_scatter` has for each peer."""
+        return self.slot // (self.n - 1) // LINE * LINE
+
+    def _parts(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[tuple[Cut, ...]]:
+        share = self.share()
+        return [pieces(shape, dtype.itemsize, share) if prod(shape) else () for shape in shapes]
 
     def view(self, member: int, sequence: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A row-major tensor in the slot of `member` for arrival `sequence`, from byte `offset` on."""
@@ -211,7 +238,6 @@ class Group:
         writes: Sequence[tuple[Tensor, int, int, tuple[int, ...]]],
         reads: Sequence[tuple[int, int, int, Tensor]],
         rounds: int,
-        poison: int = 0,
     ) -> int:
         """Publish sections and read those of others: all_gather, all_to_all, broadcast and all between.
 
@@ -220,11 +246,9 @@ class Group:
             reads: (member, first round, byte offset, where it goes); shape and dtype are those of the section.
             rounds: of the whole group.
         """
-        if poison:
-            return self.skip(rounds)
         view = self.view
         if rounds == 1:
-            sequence = self._sequence + 1
+            sequence = self.sequence + 1
             for section, _, offset, _ in writes:
                 view(self.me, sequence, offset, section.shape, section.dtype).copy_(section)
             bad = self.barrier()
@@ -241,7 +265,7 @@ class Group:
                 incoming[first + i].append((member, offset, narrow(out, cut)))
         bad = 0
         for sending, receiving in zip(outgoing, incoming, strict=True):
-            sequence = self._sequence + 1
+            sequence = self.sequence + 1
             for offset, section in sending:
                 view(self.me, sequence, offset, section.shape, section.dtype).copy_(section)
             bad |= self.barrier()
@@ -250,31 +274,19 @@ class Group:
         return bad
 
     def all_reduce(
-        self,
-        mine: Sequence[Tensor],
-        out: Tensor | None,
-        rows: Sequence[tuple[int, int]],
-        op: str,
-        divisor: int,
-        count: int,
-        dtype: torch.dtype,
-        poison: int = 0,
+        self, mine: Sequence[Tensor], out: Tensor, rows: Sequence[tuple[int, int]], op: str, divisor: int
     ) -> int:
         """Reduce equally shaped flat tensors over the group, in the order of `rows`.
 
         Args:
             mine: this member's tensors, flat and contiguous.
-            out: flat, `count` elements.
+            out: flat and contiguous, of the same length and dtype.
             rows: (member, which of its tensors) of every term.
-            count, dtype: of each tensor, given apart so that a failed member can count its barriers.
         """
-        height = 1 + max(row for _, row in rows)
-        chunk = min(count, pad(self.slot // height - LINE, LINE) // dtype.itemsize)
-        two_phase = self.n > 2 and count * dtype.itemsize > DIRECT_BYTES
-        if poison or out is None:
-            return self.skip(-(-count // chunk) * (2 if two_phase else 1))
+        count, dtype = out.numel(), out.dtype
+        chunk = self._chunk(rows, count, dtype)
         reduce = reducer(dtype, op, divisor, len(rows))
-        if two_phase:
+        if self._two_phase(count, dtype):
             return self._own_part(mine, out, rows, reduce, chunk)
         me, view, bad = self.me, self.view, 0
         pitch = pad(chunk * dtype.itemsize)
@@ -282,7 +294,7 @@ class Group:
             length = min(chunk, count - start)
             whole = length == count
             local = mine if whole else [x.narrow(0, start, length) for x in mine]
-            sequence, shape = self._sequence + 1, (length,)
+            sequence, shape = self.sequence + 1, (length,)
             for row, x in enumerate(local):
                 view(me, sequence, row * pitch, shape, dtype).copy_(x)
             bad |= self.barrier()
@@ -308,7 +320,7 @@ class Group:
             bounds = [(min(j * part, length), min((j + 1) * part, length)) for j in range(self.n)]
             begin, end = bounds[me]
             local = [x.narrow(0, start, length) for x in mine]
-            sequence = self._sequence + 1
+            sequence = self.sequence + 1
             for row, x in enumerate(local):
                 for a, b in ((0, begin), (end, length)):  # nobody else reads my own part
                     if b > a:
@@ -336,15 +348,13 @@ class Group:
 
     def reduce_scatter(
         self,
-        x: Tensor | None,
-        out: Tensor | None,
+        x: Tensor,
+        out: Tensor,
         rows: Sequence[int],
         cuts: Sequence[Cut],
         shapes: Sequence[tuple[int, ...]],
         op: str,
         divisor: int,
-        dtype: torch.dtype,
-        poison: int = 0,
     ) -> int:
         """Reduce the slice ``cuts[me]`` of every member's tensor, in the member order `rows`, into `out`.
 
@@ -352,16 +362,12 @@ class Group:
             x: this member's tensor, of any strides.
             cuts, shapes: the slice that each member ends up with, by member index.
         """
-        n, me, view, bad = self.n, self.me, self.view, 0
-        share = self.slot // (n - 1) // LINE * LINE
-        parts = [pieces(shape, dtype.itemsize, share) if prod(shape) else () for shape in shapes]
-        rounds = max(map(len, parts))
-        if poison or x is None or out is None:
-            return self.skip(rounds)
+        n, me, view, bad, dtype = self.n, self.me, self.view, 0, out.dtype
+        share, parts = self.share(), self._parts(shapes, out.dtype)
         reduce = reducer(dtype, op, divisor, n)
         sections = [narrow(x, cut) for cut in cuts]
-        for i in range(rounds):
-            sequence = self._sequence + 1
+        for i in range(max(map(len, parts))):
+            sequence = self.sequence + 1
             for j in range(n):
                 if j != me and i < len(parts[j]):
                     section = narrow(sections[j], parts[j][i])
@@ -381,7 +387,7 @@ class Group:
         length, done, room = 0, 0, self.slot - LINE
         out = bytearray()
         while True:
-            sequence = self._sequence + 1
+            sequence = self.sequence + 1
             if data is not None and self.me == root:
                 length = len(data)
                 view = self.view(root, sequence, 0, (1,), torch.int64)

@@ -18,6 +18,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..program import SLOT_BYTES, Program, Step
 from ..spec import TensorSpec
 from . import steps
+from .exchange import exchange
 
 __all__ = ["Redistribution", "free", "move_cost", "plan_redistribute"]
 
@@ -107,7 +108,7 @@ def _steps(link: _Link, world: steps.World) -> dict[int, Step]:
         made = steps.reduce_scatter(link.src, link.dst, world)
         if made is not None:
             return made
-    return steps.exchange(link.src, link.dst, world)
+    return exchange(link.src, link.dst, world)
 
 
 # -- which steps ----------------------------------------------------------------------------------------------------
