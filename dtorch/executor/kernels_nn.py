@@ -70,14 +70,14 @@ def native_layer_norm_backward(
     return op(grad, x, shape, mean.contiguous(), rstd.contiguous(), *args)
 
 
-def native_batch_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, *args: Any
-) -> tuple[torch.Tensor | None, ...]:
+def native_batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, ...]:
     """The operator kills its process where the batch is empty."""
     if x.numel():
         return torch.ops.aten.native_batch_norm_backward(grad, x, *args)
     channels = next((a for a in args if isinstance(a, torch.Tensor) and a.numel()), x).dtype
     return tuple(
         torch.zeros(shape, dtype=dtype) if keep else None
-        for keep, shape, dtype in zip(args[-1], (x.shape, x.shape[1:2], x.shape[1:2]), (x.dtype, channels, channels), strict=True)
+        for keep, shape, dtype in zip(
+            args[-1], (x.shape, x.shape[1:2], x.shape[1:2]), (x.dtype, channels, channels), strict=True
+        )
     )

@@ -57,5 +57,3 @@ def attention_backward(call: Call) -> Rule | None:
         flows=linear((0,)),
         why=_WHY,
     )
-
-

@@ -99,7 +99,9 @@ def put_back(call: Call) -> Rule:
         grad = (*(f for d, f in enumerate(out) if d not in (d1, d2)), "")
     else:
         dim = call.arg("dim") % n
-        if call.stem == "slice_backward" and _is_whole(call.arg("start"), call.arg("end"), call.arg("step"), sizes[dim]):
+        if call.stem == "slice_backward" and _is_whole(
+            call.arg("start"), call.arg("end"), call.arg("step"), sizes[dim]
+        ):
             return Rule((out,), (out,), flows=linear((0,)), local=_local_sizes)
         out = without(out, dim)
         grad = out[:dim] + out[dim + 1 :] if call.stem == "select_backward" else out

@@ -1,4 +1,4 @@
-"""Rules of operators that make tensors from no values: zeros, arange, eye, …, and the ``*_like`` and ``new_*`` families.
+"""Rules of operators that make tensors from no values: zeros, arange, eye, …, and the `_like` and `new_` families.
 
 Factories take the placements they are asked for. Those that fill make their piece; those with a formula (arange,
 linspace) make the whole and keep their piece, because a shifted start would round differently.
@@ -111,9 +111,7 @@ def new(call: Call) -> Rule:
     assert meta is not None
     dims = names(x.ndim)
     if not call.stem.startswith("new_empty") or x.shape != meta.shape:
-        return Rule(
-            (dims,), (untied(len(meta.shape)),), reduce=dict.fromkeys(dims, "same"), flows=ignores_partial()
-        )
+        return Rule((dims,), (untied(len(meta.shape)),), reduce=dict.fromkeys(dims, "same"), flows=ignores_partial())
 
     def local(local: Local) -> None:
         shape = local.out_shape()

@@ -122,7 +122,9 @@ def fused(call: Call) -> Rule | Each | None:
         shape, dims = params[0].shape, names(params[0].ndim)
         owners = call.owners()
         ins = tuple(
-            dims if s.shape == shape and name not in ("state_steps", "lr", "grad_scale", "found_inf") else untied(s.ndim)
+            dims
+            if s.shape == shape and name not in ("state_steps", "lr", "grad_scale", "found_inf")
+            else untied(s.ndim)
             for s, name in zip(call.specs, owners, strict=True)
         )
         return Rule(ins, (None,) * len(call.outs), why="Parameter, gradient and state must have the same placements.")
@@ -153,8 +155,9 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
 
 
 def _norm_by_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return [reduced(aten.linalg_vector_norm.default(t, order, dtype=kwargs.get("dtype"))) for t in args[0]]
+    tensors, order, *_ = [*args, kwargs.get("ord", 2)]
+    dtype = kwargs.get("dtype") or (args[2] if len(args) == 3 else None)
+    return [reduced(aten.linalg_vector_norm.default(reduced(t), order, dtype=dtype)) for t in tensors]
 
 
 @rule("_foreach_norm")
@@ -180,7 +183,11 @@ def _template(value: Any, at: list[int]) -> Any:
 def _unedited(call: Call) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """The local call that a rule has not touched."""
     at = [0]
-    return call.sig.op, tuple(_template(a, at) for a in call.args), {k: _template(v, at) for k, v in call.kwargs.items()}
+    return (
+        call.sig.op,
+        tuple(_template(a, at) for a in call.args),
+        {k: _template(v, at) for k, v in call.kwargs.items()},
+    )
 
 
 def _renumbered(value: Any, inputs: Sequence[int]) -> Any:

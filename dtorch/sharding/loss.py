@@ -29,7 +29,9 @@ def _broadcast(specs: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...], Dims, tu
     shape = tuple(torch.broadcast_shapes(*[s.shape for s in specs]))
     tied, n = names(len(shape)), len(shape)
     ins = tuple(
-        tuple("" if size == 1 and shape[n - s.ndim + d] != 1 else tied[n - s.ndim + d] for d, size in enumerate(s.shape))
+        tuple(
+            "" if size == 1 and shape[n - s.ndim + d] != 1 else tied[n - s.ndim + d] for d, size in enumerate(s.shape)
+        )
         for s in specs
     )
     return shape, tied, ins

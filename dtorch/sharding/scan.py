@@ -29,9 +29,7 @@ def search(call: Call) -> Rule | None:
     values = call.specs[0 if call.stem == "bucketize" else 1]
     boundaries = call.specs[1 if call.stem == "bucketize" else 0]
     tied = names(values.ndim)
-    if boundaries.ndim > 1:
-        tied = without(tied, values.ndim - 1)
-    ins = (tied if boundaries.ndim > 1 else ("",), tied)
+    ins = (without(tied, values.ndim - 1) if boundaries.ndim > 1 else ("",), tied)
     return Rule(ins[::-1] if call.stem == "bucketize" else ins, (tied,))
 
 

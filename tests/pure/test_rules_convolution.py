@@ -18,7 +18,9 @@ def rn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
-def conv(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, groups: int = 1, transposed: bool = False) -> list[Sample]:
+def conv(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, groups: int = 1, transposed: bool = False
+) -> list[Sample]:
     n = x.ndim - 2
     args = ([1] * n, [1] * n, [1] * n, transposed, [0] * n, groups)
     y = aten.convolution.default(x, w, b, *args)

@@ -61,7 +61,9 @@ def prove(sample: Sample, shape: tuple[int, ...], have: list[Any]) -> Plan | Non
     pieces = [distribute(t.clone(), p, shape, gen) for t, p in zip(sample.tensors(), have, strict=True)]
     ranks = [[p[r].clone() for p in pieces] for r in range(len(plan.which))]
     results = [run_local(plan.calls[w], ts) for w, ts in zip(plan.which, ranks, strict=True)]
-    whole = Sample(sample.func, *torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, (sample.args, sample.kwargs)))
+    whole = Sample(
+        sample.func, *torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, (sample.args, sample.kwargs))
+    )
     outs = whole.func(*whole.args, **whole.kwargs)
     if outs is not None:
         for o, want in enumerate(outs):
@@ -117,7 +119,15 @@ def _optimizers() -> list[Sample]:
     p, grad, m, v = lists(4)
     v = [t.abs() for t in v]
     steps = [torch.tensor(3.0) for _ in p]
-    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    adam = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.01,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
     sgd = {
         "weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False,
         "is_first_step": False,

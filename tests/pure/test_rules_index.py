@@ -110,7 +110,9 @@ def test_in_place_accumulation_never_moves_self() -> None:
 
 @pytest.mark.skipif(not WIDE, reason="the long run: DTORCH_WIDE=1")
 def test_operator_database() -> None:
-    stems = "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill take index index_put"
+    stems = (
+        "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill take index index_put"
+    )
     wanted = {*stems.split(), "embedding", "embedding_dense_backward"}
     samples = capture(lambda f: f._schema.name.removeprefix("aten::").rstrip("_") in wanted)
     # The size of what a mask picks depends on data: such calls never reach a rule.
