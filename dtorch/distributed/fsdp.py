@@ -50,8 +50,8 @@ class _Sharded:
 
 def fully_shard(
     module: Module,
-    *,
     mesh: DeviceMesh | None = None,
+    *,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
     mp_policy: Any = None,

@@ -217,7 +217,7 @@ def test_fully_shard_composes_with_tensor_parallel(plain: LM) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=["dp", "tp"])
     model = parallelize_module(plain.to(mesh), mesh["tp"], PLAN)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(layer, mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     up, head = model.layers[0].up.weight, model.head.weight
     assert up.placements == [Shard(0), Shard(0)]

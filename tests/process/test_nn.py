@@ -188,6 +188,13 @@ FORWARD: dict[str, tuple[Callable[[Any], torch.nn.Module], Callable[[Any], Any]]
 }
 
 
+@pytest.fixture
+def one_executor() -> None:
+    """A lone executor has as many threads as torch has here; several share them, and sum in another order."""
+    dtorch.shutdown()
+
+
+@pytest.mark.usefixtures("one_executor")
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_and_backward_give_torchs_bits(name: str) -> None:
     make, draw = FORWARD[name]
