@@ -131,7 +131,8 @@ class Reduce(NamedTuple):
 class Exchange(NamedTuple):
     """Any redistribution: outputs are put together from slices of the local tensors of the group.
 
-    `zeros` are the outputs that are all zeros; `op` and `divisor` say how the terms of `reduces` combine.
+    `zeros` are the outputs that are all zeros; `repeats` are (output, other output) of equal values, copied last;
+    `op` and `divisor` say how the terms of `reduces` combine.
     """
 
     group: GroupRef | None
@@ -142,6 +143,7 @@ class Exchange(NamedTuple):
     reads: tuple[Read, ...]
     reduces: tuple[Reduce, ...]
     zeros: tuple[int, ...]
+    repeats: tuple[tuple[int, int], ...]
     op: str
     divisor: int
 

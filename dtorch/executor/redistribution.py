@@ -215,6 +215,8 @@ def _exchange(step: Exchange, tensors: list[Tensor], dtype: torch.dtype, comm: C
     for r in step.reduces:
         terms = [narrow(tensors[i], cut) if i >= 0 else landed[-1 - i] for i, cut in r.terms]
         reducer(dtype, step.op, step.divisor, len(terms))(narrow(outs[r.out], r.cut), terms)
+    for i, like in step.repeats:
+        outs[i].copy_(outs[like])
     return outs, 0
 
 

@@ -104,6 +104,7 @@ class _Part:
         self.needs: list[tuple[int, Section, int, Cut]] = []  # owner, section, out (or -1), slice
         self.reduces: list[Reduce] = []
         self.zeros: list[int] = []
+        self.repeats: list[tuple[int, int]] = []
         self.sections: dict[Section, list[int]] = {}  # what it publishes → readers
 
 
@@ -117,11 +118,19 @@ def exchange(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, Step]:
     froms, tos = world.of(src.mesh), world.of(dst.mesh)
     sources = _Sources(src, dst, world)
     parts: dict[int, _Part] = defaultdict(_Part)
+    kept = kept_dims(src, dst)
+    first: dict[tuple[int, Region, tuple[int, ...]], int] = {}
     for r, e in enumerate(tos.executor):
         region, part = dst.region(r), parts[e]
         if is_zero(src, dst, r):
             part.zeros.append(tos.place[r])
         elif all(n for _, n in region):
+            # Replicas on one executor are put together once.
+            at = dst.mesh.coordinates[r]
+            like = first.setdefault((e, region, tuple(at[i] for i in kept)), r)
+            if like != r:
+                part.repeats.append((tos.place[r], tos.place[like]))
+                continue
             for box, terms in sources.of(r, e):
                 _take(part, parts, e, tos.place[r], world.cut(box, region), box, terms, froms, src, world)
     groups = _groups(parts)
@@ -151,7 +160,7 @@ def exchange(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, Step]:
         ]
         steps[e] = Exchange(
             world.group(members), rounds.get(members, 0), shapes.get(e, ()), tuple(part.copies), tuple(writes),
-            tuple(reads), tuple(part.reduces), tuple(part.zeros), op, divisor,
+            tuple(reads), tuple(part.reduces), tuple(part.zeros), tuple(part.repeats), op, divisor,
         )  # fmt: skip
     return steps
 
