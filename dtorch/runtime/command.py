@@ -121,6 +121,7 @@ class CallPlan:
         writes: indices of the inputs that the operator writes to.
         text: the call as shown in errors.
         draws: whether it takes random numbers. All ranks draw the same, and an executor's generator moves once.
+        lists: whether the operator returns lists of tensors.
     """
 
     plan: int
@@ -133,6 +134,7 @@ class CallPlan:
     writes: tuple[int, ...]
     text: str
     draws: bool = False
+    lists: bool = False
 
 
 @dataclass(frozen=True, slots=True)

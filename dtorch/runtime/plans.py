@@ -181,6 +181,7 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
             writes,
             describe(call),
             plan.draws,
+            lists > 0,
         )
     )
     plan.news = sum(new)

@@ -340,11 +340,25 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 
 def _masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indexing by a mask: the mask's positions are found first, and their number is then known."""
+    """Indexing by a mask: the mask's positions are found first, and their number is then known.
+
+    One value written at the places of one mask needs no positions, and so no communication.
+    """
+    target, given, *rest = args
+    stem = _stem(func)
+    if len(given) == 1 and stem in ("index_put", "index_put_", "_unsafe_index_put") and rest[0].ndim == 0:
+        accumulate = rest[1] if len(rest) > 1 else kwargs.get("accumulate", False)
+        mask = given[0] if given[0].dtype == torch.bool else given[0].bool()
+        if not accumulate and mask.shape == target.shape[: mask.ndim]:
+            for _ in range(target.ndim - mask.ndim):
+                mask = torch.ops.aten.unsqueeze.default(mask, -1)
+            packet = torch.ops.aten.masked_fill_ if stem.endswith("_") else torch.ops.aten.masked_fill
+            value = rest[0] if rest[0].dtype == target.dtype else torch.ops.aten._to_copy.default(rest[0], dtype=target.dtype)
+            return dispatch(None, packet.Tensor, (), (target, mask, value))
     indices: list[Any] = []
-    for t in args[1]:
+    for t in given:
         if t is not None and t.dtype in (torch.bool, torch.uint8):
             indices += list(torch.ops.aten.nonzero.default(t).unbind(1))
         else:
             indices.append(t)
-    return dispatch(None, func, (), (args[0], indices, *args[2:]), kwargs)
+    return dispatch(None, func, (), (target, indices, *rest), kwargs)
