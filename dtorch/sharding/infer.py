@@ -2,7 +2,8 @@
 
 Three ways, fastest first:
 
-* closed forms, for elementwise operators (the algorithm of torch's TensorIterator), reductions and products;
+* closed forms, for elementwise operators (the algorithm of torch's TensorIterator) and those of
+  :mod:`dtorch.sharding.forms`;
 * torch's meta kernels, for everything else and for every call that is wrong, so that errors are torch's own;
 * torch's fake tensors, where an operator has no meta kernel but can be decomposed.
 
@@ -20,14 +21,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..spec import TensorSpec, contiguous_stride
-from .rule import UNTAGGED_POINTWISE, Num, OutMeta, Signature, dims_of, signature
+from .rule import UNTAGGED_POINTWISE, Num, OutMeta, Signature, signature
 
-__all__ = ["closed_form", "infer"]
+__all__ = ["Outputs", "broadcast", "closed_form", "dense_stride", "infer", "iterated_stride"]
 
 Outputs = tuple[OutMeta | None, ...]
 # The operators themselves: torch.ones and its like are patched inside ``with dtorch.device_mesh(...)``.
 _empty_strided: Any = torch.ops.aten.empty_strided.default
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _ones: Any = torch.ops.aten.ones.default
 Shape = tuple[int, ...]
 Form = Callable[[torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Outputs | None]
@@ -59,8 +60,11 @@ def infer(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, An
     """
     sig = signature(func)
     form = _forms.get(sig.stem)
-    if form is None and (sig.pointwise or sig.stem in UNTAGGED_POINTWISE):
-        form = _pointwise
+    if form is None:
+        if sig.pointwise or sig.stem in UNTAGGED_POINTWISE:
+            form = _pointwise
+        elif sig.inplace and torch.Tag.nondeterministic_seeded in func.tags:
+            form = _filled
     if form is not None and not sig.has_out:
         found = form(func, args, kwargs)
         if found is not None:
@@ -103,6 +107,35 @@ def by_meta(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, 
         return tuple(_flat(func(*[_meta(a) for a in args], **given), []))
     except NotImplementedError:
         return _by_fake(func, args, kwargs)
+    except Exception:
+        _raise_as_cpu(func, args, kwargs)
+        raise
+
+
+_SMALL = 1 << 16
+
+
+def _raise_as_cpu(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise what the CPU kernel raises for a call that the meta kernel refused: its words are what users know.
+
+    Kernels check before they compute, so that large inputs may be one element seen many times.
+    """
+
+    def real(value: Any) -> Any:
+        kind = type(value)
+        if kind is TensorSpec:
+            if value.numel <= _SMALL:
+                return _empty_strided(value.shape, value.stride, dtype=value.dtype, device=_CPU).fill_(1)
+            return _ones((), dtype=value.dtype).expand(value.shape)
+        if kind is Num:
+            return value.value
+        return kind([real(v) for v in value]) if kind is list or kind is tuple else value
+
+    specs = [v for v in (*args, *kwargs.values()) if type(v) is TensorSpec]
+    largest = max([s.numel for s in specs], default=0)
+    if largest <= (_SMALL if signature(func).inplace else _SMALL << 8):
+        given = {k: real(v) for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        func(*[real(a) for a in args], **given)
 
 
 def _by_fake(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
@@ -117,6 +150,12 @@ def _by_fake(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
             return type(value)([fake(v) for v in value]) if isinstance(value, (list, tuple)) else value
 
         return tuple(_flat(func(*[fake(a) for a in args], **{k: fake(v) for k, v in kwargs.items()}), []))
+
+
+def _filled(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    """A tensor that is filled with random numbers stays what it is."""
+    x = args[0]
+    return (OutMeta(x.shape, x.stride, x.dtype),) if type(x) is TensorSpec and x.dtype.is_floating_point else None
 
 
 # ---- elementwise ------------------------------------------------------------------------------------
@@ -175,16 +214,17 @@ def _learn(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, A
 
 def _pointwise(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
     sig = signature(func)
-    if sig.stem in _NOT_ITERATED or sig.stem.startswith("_foreach") or sig.stem.startswith("_fused"):
+    if sig.stem.startswith(("_foreach", "_fused")) or (sig.stem in _NOT_ITERATED and not sig.inplace):
         return None
     specs = [a for a in args if type(a) is TensorSpec]
     if kwargs:
         specs += [v for v in kwargs.values() if type(v) is TensorSpec]
     if not specs or any([type(a) is list or type(a) is tuple for a in args]):
         return None
-    shape = _broadcast([s.shape for s in specs])
+    shape = broadcast([s.shape for s in specs])
     if shape is None:
-        return _wrong_shapes(func, args, kwargs, specs)
+        _raise_as_cpu(func, args, kwargs)
+        return None
     dtypes = _learn(func, args, kwargs)
     if dtypes is None:
         return None
@@ -199,23 +239,8 @@ def _pointwise(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     if sig.op == "aten.pow.Scalar":
         stride = contiguous_stride(shape)
     else:
-        stride = _iterated_stride(specs, shape, _has_wrapped_number(sig, args, kwargs))
+        stride = iterated_stride(specs, shape, _has_wrapped_number(sig, args, kwargs))
     return tuple([OutMeta(shape, stride, d) for d in dtypes])
-
-
-def _wrong_shapes(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], specs: list[TensorSpec]
-) -> Outputs | None:
-    """Shapes that do not broadcast: the CPU kernel's own words, which differ from the meta kernel's."""
-
-    def expanded(value: Any) -> Any:
-        if type(value) is TensorSpec:
-            return _ones((), dtype=value.dtype).expand(value.shape)
-        return value.value if type(value) is Num else value
-
-    if not signature(func).inplace:
-        func(*[expanded(a) for a in args], **{k: expanded(v) for k, v in kwargs.items()})
-    return None
 
 
 def _has_wrapped_number(sig: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -226,7 +251,7 @@ def _has_wrapped_number(sig: Signature, args: Sequence[Any], kwargs: dict[str, A
     return any([sig.types[sig.index[k]] == "Tensor" and type(v) is not TensorSpec for k, v in kwargs.items()])
 
 
-def _broadcast(shapes: list[Shape]) -> Shape | None:
+def broadcast(shapes: list[Shape]) -> Shape | None:
     """The common shape; None where there is none."""
     first = shapes[0]
     if all([s == first for s in shapes]):
@@ -267,7 +292,7 @@ def _contiguous(spec: TensorSpec) -> bool:
     return True
 
 
-def _iterated_stride(specs: list[TensorSpec], shape: Shape, wrapped: bool) -> Shape:
+def iterated_stride(specs: list[TensorSpec], shape: Shape, wrapped: bool = False) -> Shape:
     """Strides of an output that TensorIterator allocates for these inputs."""
     first = specs[0]
     if not wrapped and all([s.shape == shape for s in specs]):
@@ -322,93 +347,6 @@ def _permuted_stride(operands: tuple[tuple[Shape, Shape], ...], shape: Shape) ->
     return tuple(out)
 
 
-# ---- copies -----------------------------------------------------------------------------------------
-
-
-@closed_form("log_sigmoid_forward")
-def _log_sigmoid(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
-    x = args[0]
-    return (OutMeta(x.shape, contiguous_stride(x.shape), x.dtype),) * 2
-
-
-@closed_form("detach", "alias", "lift_fresh")
-def _same(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
-    x = args[0]
-    return (OutMeta(x.shape, x.stride, x.dtype),)
-
-
-@closed_form("clone", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-def _like(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
-    """Dense strides are kept; others are packed in the order of the strides."""
-    x = args[0]
-    form = kwargs.get("memory_format")
-    if kwargs.get("layout") not in (None, torch.strided) or type(x) is not TensorSpec:
-        return None
-    dtype = kwargs.get("dtype") or x.dtype
-    if form is torch.contiguous_format:
-        return (OutMeta(x.shape, contiguous_stride(x.shape), dtype),)
-    if form is not None and form is not torch.preserve_format:
-        return None
-    if _dense(x.shape, x.stride):
-        return (OutMeta(x.shape, x.stride, dtype),)
-    return (OutMeta(x.shape, _permuted_stride(((x.shape, x.stride),), x.shape), dtype),)
-
-
-# ---- reductions and products ------------------------------------------------------------------------
-
-_INT64 = frozenset("argmax argmin count_nonzero".split())
-
-
-@closed_form("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "count_nonzero", "prod")
-def _reduction(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
-    sig = signature(func)
-    given = {**dict(zip(sig.arguments, args, strict=False)), **kwargs}
-    x, dim, keepdim, dtype = given["self"], given.get("dim"), given.get("keepdim", False), given.get("dtype")
-    n, stem = x.ndim, sig.stem
-    if sig.inplace or len(func._schema.returns) != 1:
-        return None
-    listed = [dim] if isinstance(dim, int) else list(dim or ())
-    span = max(n, 1)
-    if len({d % span for d in listed}) != len(listed) or any([not -span <= d < span for d in listed]):
-        return None  # torch has words for these
-    if x.numel == 0 and stem in ("amax", "amin", "argmax", "argmin"):
-        return None
-    floating = x.dtype.is_floating_point or x.dtype.is_complex
-    if stem in _INT64:
-        dtype = torch.int64
-    elif stem in ("any", "all"):
-        dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
-    elif stem in ("sum", "prod"):
-        dtype = dtype or (x.dtype if floating else torch.int64)
-    elif not floating and stem == "mean":
-        return None
-    else:
-        dtype = dtype or x.dtype
-    if x.dtype.is_complex and stem not in ("sum", "mean", "prod"):
-        return None
-    if dim is None and stem != "count_nonzero" and "keepdim" not in sig.index:
-        return (OutMeta((), (), dtype),)
-    if stem in ("any", "all") and "dims" in sig.op and dim is not None and not listed:
-        return None  # an empty list reduces nothing here
-    dims = dims_of(dim, n)
-    shape = tuple([1 if d in dims else s for d, s in enumerate(x.shape) if keepdim or d not in dims])
-    return (OutMeta(shape, contiguous_stride(shape), dtype),)
-
-
-@closed_form("mm", "bmm", "addmm", "baddbmm")
-def _product(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
-    stem = signature(func).stem
-    if func._schema.overload_name or any([type(a) is not TensorSpec for a in args]):
-        return None
-    added = stem in ("addmm", "baddbmm")
-    a, b = args[added], args[added + 1]
-    if a.ndim != b.ndim or a.dtype != b.dtype or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
-        return None
-    if a.ndim != (3 if "bmm" in stem else 2) or a.dtype == torch.bool:
-        return None
-    shape = (*a.shape[:-1], b.shape[-1])
-    if added and (_broadcast([args[0].shape, shape]) != shape or args[0].dtype != a.dtype):
-        return None
-    if signature(func).inplace:
-        return (OutMeta(shape, args[0].stride, a.dtype),) if args[0].shape == shape else None
-    return (OutMeta(shape, contiguous_stride(shape), a.dtype),)
+def dense_stride(x: TensorSpec) -> Shape:
+    """Strides that ``empty_like`` gives: the input's where it is dense, else packed in their order."""
+    return x.stride if _dense(x.shape, x.stride) else _permuted_stride(((x.shape, x.stride),), x.shape)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..errors import PlacementError
 from ..spec import cuts
-from . import families, message
+from . import families, forms, message
 from .plan import (
     AVG,
     PARTIAL,
@@ -36,8 +36,8 @@ from .rule import Call, Each, Recipe, Rule, always, find, sizes_of, untied
 
 __all__ = ["FAMILIES", "LocalCall", "Plan", "decode", "propagate", "strategies"]
 
-FAMILIES = families.__all__
-"""The modules of rules; importing them has registered their rules."""
+FAMILIES = (*families.__all__, forms.__name__)
+"""The modules of rules and of closed forms; importing them has registered what they define."""
 
 
 def propagate(call: Call, *, auto: bool = False) -> Plan | Recipe:

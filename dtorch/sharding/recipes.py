@@ -14,7 +14,7 @@ import torch
 from ..placement import Replicate
 from .rule import dims_of, signature
 
-__all__ = ["arg_extreme", "extreme_with_index", "log_sum_exp", "moments", "reduced", "vector_norm"]
+__all__ = ["arg_extreme", "extreme_with_index", "log_sum_exp", "moments", "reduced", "vector_norm", "verdict"]
 
 aten: Any = torch.ops.aten
 
@@ -139,3 +139,16 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     total = reduced(ours.norm_power.default(x, order, list(dims), bool(a.get("keepdim", False))))
     root = aten.sqrt.default(total) if order == 2 else aten.pow.Tensor_Scalar(total, 1.0 / order)
     return _cast(root, x.dtype.to_real())
+
+
+def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """equal and allclose: a verdict of every rank on its pieces, and one on all of them."""
+    a = _bind(func, args, kwargs)
+    x, y = a["self"], a["other"]
+    if signature(func).stem == "equal":
+        if x.shape != y.shape:
+            return False
+        hits = aten.eq.Tensor(x, y)
+    else:
+        hits = aten.isclose.default(x, y, a["rtol"], a["atol"], a["equal_nan"])
+    return bool(aten.all.default(hits))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..spec import TensorSpec
-from .recipes import arg_extreme, extreme_with_index, log_sum_exp, moments, vector_norm
+from .recipes import arg_extreme, extreme_with_index, log_sum_exp, moments, vector_norm, verdict
 from .rule import Call, Dims, Flow, In, Local, Recipe, Reduce, Rule, dims_of, linear, names, partials, rule
 
 __all__: list[str] = []
@@ -188,6 +188,12 @@ def norm(call: Call) -> Rule | None:
     if kind in ("max", "min"):
         local = _answers_empty(x, dims, 0.0 if kind == "max" else math.inf)
     return Rule((ins,), (out,), reduce=reduce, local=local, why="A norm of a Partial is not the sum of norms.")
+
+
+@rule("equal", "allclose", always=True)
+def equal(call: Call) -> Recipe:
+    """The value is a bool for the client, so the recipe waits for it."""
+    return Recipe(verdict)
 
 
 # ---- the local steps of recipes ---------------------------------------------------------------------

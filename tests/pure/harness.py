@@ -485,7 +485,7 @@ def _sweep_one(
             partial = [(R if t.dtype == torch.bool else P(),) * n for t in sample.tensors()]
             try:
                 rule = find(make_call(sample, shape, partial))
-            except NotImplementedError:  # no meta kernel
+            except (NotImplementedError, RuntimeError):  # no meta kernel
                 rule = None
             if not isinstance(rule, Rule):
                 report.unruled[name] += 1
