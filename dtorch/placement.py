@@ -131,9 +131,7 @@ def as_placement(p: Any) -> Placement:
     return converted
 
 
-def as_placements(
-    placements: Sequence[Any] | Any | None, mesh_ndim: int, tensor_ndim: int
-) -> tuple[Placement, ...]:
+def as_placements(placements: Sequence[Any] | Any | None, mesh_ndim: int, tensor_ndim: int) -> tuple[Placement, ...]:
     """One resolved placement per mesh dim: None is Replicate everywhere, a placement alone
     is a list of one, negative dims are counted from the end.
 

@@ -155,4 +155,3 @@ def module_class(name: str) -> type[Any]:
         "__signature__": _signature(cls),
     }
     return type(name, (mixin, cls), body)
-

@@ -72,7 +72,9 @@ class _OnMeshes(Optimizer):
 
     def _choose_foreach(self, group: dict[str, Any]) -> None:
         undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        if undecided and self._foreach_by_default and not group.get("differentiable"):
+        # As torch decides for itself: a tensor as learning rate, or a step to differentiate, wants the loop.
+        possible = not group.get("differentiable") and not isinstance(group.get("lr"), torch.Tensor)
+        if undecided and possible and self._foreach_by_default:
             if all(isinstance(p, Tensor) for p in group["params"]):
                 group["foreach"] = True
 

@@ -21,6 +21,7 @@ from dtorch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -135,6 +136,23 @@ def test_sequence_parallel() -> None:
     y = parallelize_module(norm, mesh, SequenceParallel())(x)
     assert y.placements == [Shard(1)]
     assert torch.allclose(y.detach().to_torch(), expected, atol=1e-6)
+
+
+def test_loss_parallel() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    logits, classes = torch.randn(6, 5, requires_grad=True), torch.arange(6) % 5
+    expected = torch.nn.functional.cross_entropy(logits, classes)
+    expected.backward()
+    sharded = dtorch.distribute_tensor(logits.detach(), mesh, [Shard(1)]).requires_grad_()
+    target = dtorch.distribute_tensor(classes, mesh, [Replicate()])
+    with pytest.raises(dtorch.PlacementError, match="softmax dim must be whole"):
+        nn.functional.cross_entropy(sharded, target)
+    with loss_parallel():
+        loss = nn.functional.cross_entropy(sharded, target)
+        loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert sharded.grad.placements == [Shard(1)]
+    assert torch.allclose(sharded.grad.to_torch(), logits.grad, atol=1e-7)
 
 
 def test_prepare_module_input_and_output() -> None:

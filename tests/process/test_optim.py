@@ -78,6 +78,7 @@ def test_bits_are_torchs(name: str, options: dict[str, Any], shard: bool) -> Non
 def test_foreach_is_a_default_only() -> None:
     assert dtorch.optim.AdamW(placed(), foreach=False).param_groups[0]["foreach"] is False
     assert dtorch.optim.AdamW(plain()).param_groups[0]["foreach"] is None
+    assert dtorch.optim.AdamW(placed(), lr=torch.tensor(0.1)).param_groups[0]["foreach"] is None
     opt = dtorch.optim.AdamW(placed())
     opt.add_param_group({"params": plain()})
     assert [g["foreach"] for g in opt.param_groups] == [True, None]
@@ -101,8 +102,7 @@ def test_parameters_on_several_meshes() -> None:
     theirs = plain()
     train(torch.optim.AdamW(theirs), theirs)
     ours = [
-        torch.nn.Parameter(dtorch.Tensor(v, device_mesh=mesh))
-        for v, mesh in zip(start(), (first, second), strict=True)
+        torch.nn.Parameter(dtorch.Tensor(v, device_mesh=mesh)) for v, mesh in zip(start(), (first, second), strict=True)
     ]
     train(dtorch.optim.AdamW(ours), ours)
     assert equal(ours, theirs)

@@ -218,7 +218,7 @@ def test_unbind_a_slice_slices_the_stages(grid: DeviceMesh) -> None:
         (("cpu", [[0, 1]]), ["dp"], "1 names for a mesh of 2 dims"),
         (("cpu", [[0, 1]]), ["dp", "dp"], "a name occurs twice"),
         (("cpu", [[0, 1]]), ["dp", ""], "not empty"),
-        (("tpu", [0, 1]), None, "'tpu' is no device type dtorch knows: write \"cpu\" or \"cuda\""),
+        (("tpu", [0, 1]), None, '\'tpu\' is no device type dtorch knows: write "cpu" or "cuda"'),
         (("cpu:x",), None, "is no device type"),
         (("cpu:1", [0, 1]), None, "the ids say which devices"),
     ],

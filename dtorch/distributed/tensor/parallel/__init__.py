@@ -6,6 +6,7 @@ tensor, placed as `output_layouts` says.
 """
 
 from .api import parallelize_module
+from .loss import loss_parallel
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .style import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
@@ -17,5 +18,6 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "loss_parallel",
     "parallelize_module",
 ]

@@ -108,9 +108,7 @@ class PrepareModuleOutput(ParallelStyle):
         ValueError: layouts and desired layouts are not equally many, or not as many as the outputs.
     """
 
-    def __init__(
-        self, *, output_layouts: Given, desired_output_layouts: Given, use_local_output: bool = True
-    ) -> None:
+    def __init__(self, *, output_layouts: Given, desired_output_layouts: Given, use_local_output: bool = True) -> None:
         call = type(self).__name__
         self.output_layouts, self.desired_output_layouts = _pairs(call, output_layouts, desired_output_layouts)
         self.use_local_output = use_local_output
