@@ -45,8 +45,8 @@ _waiting: dict[int, list[weakref.ref[Tensor]]] = {}
 
 
 def watch_leaf(leaf: Tensor) -> None:
-    """Have gradients of `leaf` arrive with its placements. Needed only where there is more than one rank."""
-    if leaf._watched or not leaf._spec.mesh.is_distributed:
+    """Have gradients of `leaf` arrive with its placements."""
+    if leaf._watched:
         return
     leaf._watched = True
     me = weakref.ref(leaf)

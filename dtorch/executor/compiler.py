@@ -196,7 +196,7 @@ def compile_plan(
         else:
             lines += [f"    {m}" for m in src.moves(call)]
             expression = src.call(call, numbers)
-            if len(plan.outputs) == 1 and new:
+            if len(plan.outputs) == 1 and new and not plan.lists:
                 if fix and fix[0]:
                     expression = f"{src.constant(restride)}({expression}, {src.constant(call.outs[0])})"
                 lines.append(f"    S[Q[p + 1]] = {expression}")

@@ -130,13 +130,12 @@ def window(call: Call) -> Rule | None:
     out = call.outs[0]
     if len(call.specs) != 1 or out is None:
         return None
-    if call.stem == "im2col":
-        # [n, c, h, w] to [n, c·k·k, blocks]
-        lead = names(x.ndim - 3)
-        return Rule(((*lead, *untied(3)),), ((*lead, "", ""),), flows=linear((0,)), why=_WHY)
     lead = names(x.ndim - spatial)
     moves = any(k in call.stem for k in _LINEAR)
     dims = (*lead, *untied(spatial))
+    if call.stem == "im2col":
+        # [n, c, h, w] to [n, c·k·k, blocks]: the windows of one channel lie together.
+        return Rule((dims,), ((*lead, ""),), flows=linear((0,)), why=_WHY)
     return Rule((dims,), (dims,) * len(call.outs), flows=linear((0,)) if moves else (), why=_WHY)
 
 
