@@ -129,8 +129,8 @@ def _out_of_place(call: Call, name: str) -> str:
     to = [Replicate() if isinstance(p, Partial) else p for p in call.specs[0].placements]
     first = f"{name} = {name}.redistribute(placements={to})"
     if to != list(call.specs[0].placements):
-        return f"{first}        # then {_operator(call)}"
-    return f"{name} = {name}.{_operator(call).rstrip('_')}(…)        # the form that makes a new tensor"
+        return f"{first}    # then {_operator(call)}"
+    return f"{name} = {name}.{_operator(call).rstrip('_')}(…)    # the form that makes a new tensor"
 
 
 def placement_error(
@@ -154,8 +154,7 @@ def placement_error(
     if not why and kinds:
         why = f"{' and '.join(kinds)} cannot pass through {_operator(call)} here."
     if not legal:
-        lines.append(f"  {why} It writes {inputs[0]} in place, which is never moved." if why else
-                     f"  It writes {inputs[0]} in place, which is never moved.")
+        lines.append(f"  {f'{why} ' if why else ''}It writes {inputs[0]} in place, which is never moved.")
         lines.append("  Write:  " + _out_of_place(call, inputs[0]))
         return "\n".join(lines)
     lines.append(f"  {why} Legal here:" if why else "  Legal here:")
@@ -164,7 +163,7 @@ def placement_error(
     paid = [m for m in moved if move_bytes(m[1], m[2])] or moved
     for k, (name, spec, to) in enumerate(paid):
         head = "  Write:  " if k == 0 else "          "
-        line = f"{head}{name} = {name}.redistribute(placements={list(to)})"
-        lines.append(f"{line:<58} # {move_kind(spec, to)}, {_size(move_bytes(spec, to))} per rank")
+        cost = f"{move_kind(spec, to)}, {_size(move_bytes(spec, to))} per rank"
+        lines.append(f"{head}{name} = {name}.redistribute(placements={list(to)})    # {cost}")
     lines.append("  or run under  with dtorch.auto_redistribute():")
     return "\n".join(lines)

@@ -581,7 +581,7 @@ def capture(
         grad = op.supports_autograd and dtype.is_floating_point
         with quiet():
             try:
-                samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 60))
+                samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), per_op * 5))
             except Exception:
                 continue
             random.Random(0).shuffle(samples)

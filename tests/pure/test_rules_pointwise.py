@@ -30,7 +30,8 @@ def elementwise(func: torch._ops.OpOverload) -> bool:
 
 
 def test_op_db_samples_combine() -> None:
-    samples = capture(elementwise, ops=lambda name: WIDE or name in SOME, cap=12 if WIDE else 2, per_op=30 if WIDE else 3)
+    cap, per_op = (12, 30) if WIDE else (2, 3)
+    samples = capture(elementwise, ops=lambda name: WIDE or name in SOME, cap=cap, per_op=per_op)
     assert len({s.func for s in samples}) > (200 if WIDE else 50)
     report = sweep(samples, cap=30 if WIDE else 5, variants=3 if WIDE else 2)
     assert not report.wrong, report
