@@ -61,6 +61,7 @@ def gather_slice(x: torch.Tensor, dim: int, index: torch.Tensor, start: int, siz
 
 def index_select_slice(x: torch.Tensor, dim: int, index: torch.Tensor, start: int, size: int) -> torch.Tensor:
     """``index_select`` along a dim of `size` of which `x` holds the part from `start` on; zeros for the rest."""
+    dim %= x.ndim
     at, outside = _local(index, start, x.shape[dim], size)
     if not x.shape[dim]:
         return x.new_zeros([*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]])

@@ -12,7 +12,7 @@ __all__ = [
     "convolution_backward",
     "first_over_count",
     "native_batch_norm_backward",
-    "native_layer_norm_backward",
+    "on_contiguous",
     "one_by_one",
     "over_count",
 ]
@@ -28,6 +28,11 @@ def one_by_one(steps: list[tuple[str, list[Any], list[tuple[str, Any]]]], return
     """Each step's operator on its own arguments; `returns` says whether the results are wanted."""
     made = [_operator(name)(*args, **dict(kwargs)) for name, args, kwargs in steps]
     return made if returns else None
+
+
+def on_contiguous(operator: str, *args: Any, **kwargs: Any) -> Any:
+    """An operator that reads its inputs as if they were contiguous, which slices of them are not."""
+    return _operator(operator)(*[a.contiguous() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 
 def over_count(operator: str, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -60,14 +65,6 @@ def convolution_backward(
         torch.zeros_like(weight) if mask[1] else None,
         grad.sum([0, *range(2, grad.ndim)]) if mask[2] else None,
     )
-
-
-def native_layer_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, shape: list[int], mean: torch.Tensor, rstd: torch.Tensor, *args: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """The operator reads mean and rstd as if they were contiguous; slices of them are not."""
-    op = torch.ops.aten.native_layer_norm_backward
-    return op(grad, x, shape, mean.contiguous(), rstd.contiguous(), *args)
 
 
 def native_batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, ...]:

@@ -139,6 +139,10 @@ def window(call: Call) -> Rule | None:
     return Rule((dims,), (dims,) * len(call.outs), flows=linear((0,)) if moves else (), why=_WHY)
 
 
+def _contiguous(local: Local) -> None:
+    local.use("dtorch.on_contiguous", local.func, *local.args, **local.kwargs)
+
+
 def _input_size(local: Local) -> None:
     local.set("input_size", list(local.out_shape()))
 
@@ -152,4 +156,6 @@ def window_backward(call: Call) -> Rule | None:
     n = call.specs[0].ndim
     dims = (*names(n - spatial), *untied(spatial))
     local = _input_size if "input_size" in call.sig.index else None
+    if call.stem == "adaptive_max_pool3d_backward":
+        local = _contiguous
     return Rule((dims,) * len(call.specs), (dims,), flows=linear((0,)), local=local, why=_WHY)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from ..spec import TensorSpec
 from .rule import Call, Flow, Local, Num, Rule, names, rule, untied
 
 __all__ = ["ignores_partial", "local_region", "packed_stride"]
@@ -19,9 +22,10 @@ _KINDS = ("sum", "avg", "max", "min")
 _AS_ASKED = tuple(Flow(kind, frozenset()) for kind in _KINDS)
 
 
-def ignores_partial(i: int = 0) -> tuple[Flow, ...]:
-    """Flows of an operator that does not look at the values of input `i`: Partial there is Replicate in the output."""
-    return tuple(Flow(kind, frozenset({i}), "same") for kind in _KINDS)
+def ignores_partial(model: TensorSpec) -> tuple[Flow, ...]:
+    """Flows of an operator that looks at nothing but the shape of input 0: Partial there is Replicate in the output."""
+    kinds = ("max", "min") if model.dtype is torch.bool else _KINDS
+    return tuple(Flow(kind, frozenset({0}), "same") for kind in kinds)
 
 
 def local_region(local: Local, o: int = 0) -> tuple[tuple[int, int], ...]:
@@ -97,7 +101,7 @@ def eye(call: Call) -> Rule:
 def like(call: Call) -> Rule:
     """Placed as the model is, except that nothing is Partial: ``ones_like`` of a Partial tensor is one, not a share."""
     dims = names(call.specs[0].ndim)
-    return Rule((dims,), (dims,), flows=ignores_partial())
+    return Rule((dims,), (dims,), flows=ignores_partial(call.specs[0]))
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", free=("fill_value",))
@@ -111,7 +115,12 @@ def new(call: Call) -> Rule:
     assert meta is not None
     dims = names(x.ndim)
     if not call.stem.startswith("new_empty") or x.shape != meta.shape:
-        return Rule((dims,), (untied(len(meta.shape)),), reduce=dict.fromkeys(dims, "same"), flows=ignores_partial())
+        return Rule(
+            (dims,),
+            (untied(len(meta.shape)),),
+            reduce=dict.fromkeys(dims, "same"),
+            flows=ignores_partial(call.specs[0]),
+        )
 
     def local(local: Local) -> None:
         shape = local.out_shape()
@@ -120,5 +129,9 @@ def new(call: Call) -> Rule:
             local.set("stride", list(packed_stride(shape, meta.stride)))
 
     # What is copied into a gradient's place is the gradient, Partial or not.
-    flows = tuple(Flow(k, frozenset({0})) for k in _KINDS) if call.stem == "new_empty_strided" else ignores_partial()
+    flows = (
+        tuple(Flow(k, frozenset({0})) for k in _KINDS)
+        if call.stem == "new_empty_strided"
+        else ignores_partial(call.specs[0])
+    )
     return Rule((dims,), (dims,), flows=flows, local=local)

@@ -124,11 +124,11 @@ def nll_loss(call: Call) -> Rule:
     classes = "c" if _has_slice_kernel(x) else ""
     ins = (logs, target, (classes,)) if call.arg("weight") is not None else (logs, target)
     flows = tuple(Flow(kind, frozenset({0}), (kind, "same")) for kind in ("sum", "avg"))
-    if reduction == NONE:
+    if reduction == NONE and x.ndim > 1:
         reduce: dict[str, Any] = {**dict.fromkeys(target, (None, "same")), "c": ("sum", "same")}
         outs: tuple[Dims, ...] = (target, ())
     else:
-        reduce = dict.fromkeys((*target, "c"), ("sum", "sum")) if reduction == SUM else {}
+        reduce = dict.fromkeys((*target, "c"), ("sum", "sum")) if reduction != MEAN else {}
         outs = ((), ())
     return Rule(
         ins,

@@ -116,7 +116,8 @@ def layer_norm_backward(call: Call) -> Rule:
 
 
 def _dense_statistics(local: Local) -> None:
-    local.func = "dtorch.native_layer_norm_backward"
+    # The kernel reads mean and rstd as if they were contiguous.
+    local.use("dtorch.on_contiguous", local.func, *local.args, **local.kwargs)
 
 
 # ---- group norm ------------------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ def random_factory(call: Call) -> Rule | None:
             method, args = _method_of(local, call.stem.removesuffix("_like"))
             _draw(local, method, *args)
 
-    return Rule((dims,) * len(call.specs), (dims,), flows=ignores_partial() if call.specs else (), local=local)
+    return Rule(
+        (dims,) * len(call.specs), (dims,), flows=ignores_partial(call.specs[0]) if call.specs else (), local=local
+    )
 
 
 @rule("randperm", always=True)
@@ -99,7 +101,7 @@ def _fill(call: Call, arguments: tuple[str, ...]) -> Rule | None:
             _draw(local, method, *args)
 
     why = f"A random fill gives every rank its own slice of one tensor, so {call.stem}_ cannot fill a Partial one."
-    return Rule((dims,), (dims,), flows=() if call.sig.inplace else ignores_partial(), local=local, why=why)
+    return Rule((dims,), (dims,), flows=() if call.sig.inplace else ignores_partial(x), local=local, why=why)
 
 
 @rule(*_FILLS, free=_NUMBERS, always=True)
