@@ -535,6 +535,12 @@ def check_all(
     return legal, wrong
 
 
+def some(combos: Iterable[Any], most: int = 30) -> list[Any]:
+    """All of them in the long run; else at most so many, chosen at random but always the same."""
+    found = list(combos)
+    return found if WIDE or len(found) <= most else random.Random(0).sample(found, most)
+
+
 # ---- samples from torch's operator database ---------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from .harness import (
     mesh_of,
     quiet,
     run_local,
+    some,
     sweep,
 )
 
@@ -55,7 +56,7 @@ def test_op_db_samples_combine() -> None:
             dtype=dtype,
         )
         assert len({s.func for s in samples}) >= 20
-        report = sweep(samples, cap=40 if WIDE else 5, variants=2)
+        report = sweep(samples, cap=40 if WIDE else 3, variants=2)
         assert not report.wrong, report
         assert not report.unruled, report.unruled
 
@@ -103,7 +104,7 @@ def test_every_placement_on_every_mesh(sample: Sample) -> None:
     kinds = [R, *[S(d) for d in range(x.ndim)], *([] if x.dtype == torch.bool else [P(), P("max")])]
     recipes = signature(sample.func).stem not in ("median", "prod")
     for shape in MESHES:
-        for have in itertools.product(kinds, repeat=len(shape)):
+        for have in some(itertools.product(kinds, repeat=len(shape))):
             placed: Placements = tuple(have)
             if P() in placed and P("max") in placed:
                 continue
