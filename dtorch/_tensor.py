@@ -71,7 +71,7 @@ class Tensor(torch.Tensor):
     _ref: Ref
     _watched = False
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_dispatch__ = classmethod(dispatch.dispatch)  # type: ignore  # pyright: ignore
 
     def __new__(
         cls,
@@ -91,10 +91,10 @@ class Tensor(torch.Tensor):
             out = moves.lift(plain.detach(), *resolve(mesh, placements, plain.ndim))
         return out.requires_grad_() if requires_grad else out
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportInconsistentConstructor]
+        """Everything is done by ``__new__``."""
 
-    __torch_dispatch__ = classmethod(dispatch.dispatch)  # type: ignore[assignment]
+    __torch_dispatch__ = classmethod(dispatch.dispatch)  # type: ignore[assignment]  # pyright: ignore
 
     # -- where it lies ------------------------------------------------------------------------------------------
 
@@ -154,7 +154,9 @@ class Tensor(torch.Tensor):
 
     def redistribute_like(self, other: Tensor) -> Tensor:
         """The same value placed as `other` is."""
-        return redistribute(self, other._spec.mesh, as_placements(other._spec.placements, other._spec.mesh.ndim, self.ndim))
+        return redistribute(
+            self, other._spec.mesh, as_placements(other._spec.placements, other._spec.mesh.ndim, self.ndim)
+        )
 
     def redistribute_by_dict(
         self,
@@ -226,7 +228,7 @@ class Tensor(torch.Tensor):
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def to_torch_async(self) -> TensorFuture:
+    def to_torch_async(self) -> TensorFuture[torch.Tensor]:
         """A future of the global value as a plain tensor."""
         return moves.fetch(self)
 

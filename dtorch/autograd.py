@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -82,7 +82,7 @@ def _move(task: int) -> None:
         leaf = ref()
         if leaf is None or leaf.grad is None:
             continue
-        grad, want = leaf.grad, leaf._spec
+        grad, want = cast("Tensor", leaf.grad), leaf._spec
         if grad._spec.placements == want.placements and grad._spec.mesh is want.mesh:
             continue
         target = grad._spec.with_placements(want.placements, want.mesh)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import graph
+from ._tensor import Tensor, choose_mesh
 from .mesh import DeviceMesh
 from .placement import Partial, Replicate, Shard
 from .runtime import moves
@@ -21,7 +22,6 @@ from .runtime.command import MakeLocals, encode_function
 from .runtime.dispatch import wrap
 from .runtime.make import make
 from .spec import TensorSpec, contiguous_stride, resolve
-from ._tensor import Tensor, choose_mesh
 
 __all__ = [
     "arange",
@@ -219,7 +219,7 @@ def randperm(n: int, **options: Any) -> Tensor:
 def arange(*args: Any, **options: Any) -> Tensor:
     """As ``torch.arange(start=0, end, step=1)``, on a mesh; see :func:`zeros`."""
     names = ("end",) if len(args) == 1 else ("start", "end", "step")
-    given = dict(zip(names, args, strict=False))
+    given: dict[str, Any] = dict(zip(names, args, strict=False))
     for name in ("start", "end", "step"):
         if name in options:
             given[name] = options.pop(name)
@@ -346,7 +346,7 @@ def from_local(
         if mesh.nranks != 1:
             raise ValueError(
                 f"from_local: one tensor was given for the {mesh.nranks} ranks of {mesh.describe()}; in one process "
-                "there is no current rank.\n  Write:  from_local([t0, t1, …], mesh, placements), or a function of the rank"
+                "there is no current rank.\n  Write:  from_local([t0, t1, …], mesh, placements)"
             )
         local = [local]
     if callable(local):
@@ -369,8 +369,7 @@ def from_local(
             )
         if run_check:
             coordinate = tuple(
-                c if not isinstance(p, Replicate) else None
-                for c, p in zip(mesh.coordinates[rank], placed, strict=True)
+                c if not isinstance(p, Replicate) else None for c, p in zip(mesh.coordinates[rank], placed, strict=True)
             )
             if not torch.equal(first.setdefault(coordinate, piece), piece):
                 raise ValueError(f"from_local(run_check=True): rank {rank} differs from the rank it should replicate")

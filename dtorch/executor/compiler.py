@@ -172,7 +172,7 @@ def compile_plan(
     store: dict[int, Any],
     words: memoryview,
     ints: memoryview,
-    doubles: memoryview,
+    doubles: memoryview[float],
 ) -> Run:
     """``run(p)`` for the record at word `p`, on this executor's ranks.
 
@@ -190,7 +190,10 @@ def compile_plan(
     if single:
         call, fix = calls[0], fixes[0]
         if call.empty and not plan.draws:
-            lines += [f"    S[Q[p + {1 + k}]] = {src.constant(_empty)}({src.constant(call.outs[i])})" for k, i in enumerate(new)]
+            lines += [
+                f"    S[Q[p + {1 + k}]] = {src.constant(_empty)}({src.constant(call.outs[i])})"
+                for k, i in enumerate(new)
+            ]
             # Poison must still pass through an operator that has nothing to compute.
             lines += [f"    a{i}.dtype" for i in range(plan.inputs)]
         else:

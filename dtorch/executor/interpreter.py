@@ -225,6 +225,7 @@ class Interpreter:
             )
         if same_stride(t, layout):
             return False
+        assert layout[1] is not None  # same_stride takes any then
         fixed = torch.empty_strided(layout[0], layout[1], dtype=layout[2])
         made[i] = fixed.copy_(t)
         return True

@@ -47,12 +47,23 @@ from .command import (
 )
 from .failures import Failures
 from .ring import Writer
+from .scheduler import Pressure
 from .shared import DEAD
 from .slots import Slots
-from .scheduler import Pressure
 from .waiting import Waiting, in_event_loop
 
-__all__ = ["FREE_BATCH", "Client", "Ref", "client", "close", "current_client", "freed", "next_ref", "on_close", "ref_type"]
+__all__ = [
+    "FREE_BATCH",
+    "Client",
+    "Ref",
+    "client",
+    "close",
+    "current_client",
+    "freed",
+    "next_ref",
+    "on_close",
+    "ref_type",
+]
 
 log = logging.getLogger("dtorch")
 
@@ -317,7 +328,7 @@ class Client:
 
     # -- values out ---------------------------------------------------------------------------------------------
 
-    def fetch(self, ref: Ref, spec: TensorSpec, *, data: bool = True, rank: int | None = None) -> TensorFuture:
+    def fetch(self, ref: Ref, spec: TensorSpec, *, data: bool = True, rank: int | None = None) -> TensorFuture[Any]:
         """A future of the value of `ref` on the client, or with `data` False of None once it exists.
 
         `spec` must not be Partial where `data` is wanted. With `rank`, the piece of that rank alone.
@@ -355,7 +366,7 @@ class Client:
 
     def _future(
         self, plan: Plan, ref: Ref, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, data: bool
-    ) -> TensorFuture:
+    ) -> TensorFuture[Any]:
         self._reclaim()
         numel = math.prod(shape)
         block = self.arena.alloc(numel * dtype.itemsize) if data and numel else None

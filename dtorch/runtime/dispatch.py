@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import client as _client
-from .client import FREE_BATCH, Client, Ref, freed, next_ref, ref_type
+from .client import FREE_BATCH, Client, Ref, freed, next_ref
 from .failures import SITE_MASK, internal_files, user_frame
 
 if TYPE_CHECKING:
-    from ..spec import TensorSpec
     from .._tensor import Tensor
+    from ..spec import TensorSpec
 
 __all__ = ["Again", "Operator", "OperatorPlan", "bind", "dispatch", "operator", "publish", "run", "scan", "wrap"]
 
@@ -237,10 +237,11 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     writer = client.writer
     kind = plan.kind
     failures = client.failures
-    f = _frame(1)
+    f: Any = _frame(1)
+    new = 0
     try:
         while internal_files[f.f_code.co_filename]:
-            f = f.f_back  # type: ignore[assignment]
+            f = f.f_back
     except (KeyError, AttributeError):
         f = user_frame(_frame(1))
     if plan.draws:
@@ -284,7 +285,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
             with torch.inference_mode(False):
                 return wrap(spec, plan.ref(new))  # type: ignore[arg-type]
         out = _make(_tensor, spec.shape, spec.stride, 0, None, spec.dtype, _STRIDED, _CPU)  # type: ignore[union-attr]
-        out._spec = spec
+        out._spec = spec  # type: ignore[assignment]
         out._ref = plan.ref(new)
         return out
     if kind == 1:

@@ -62,7 +62,8 @@ def site_of(code: CodeType, instruction: int) -> str:
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
             line = number
-    return f"{os.path.relpath(code.co_filename) if os.path.isabs(code.co_filename) else code.co_filename}:{line} in {code.co_name}"
+    path = os.path.relpath(code.co_filename) if os.path.isabs(code.co_filename) else code.co_filename
+    return f"{path}:{line} in {code.co_name}"
 
 
 class Failures:

@@ -88,7 +88,7 @@ def forget() -> None:
 
 
 def _define(c: Client, pairs: tuple[tuple[TensorSpec, TensorSpec], ...]) -> _Move:
-    source, hosts, a = c.mesh(pairs[0][0].mesh)
+    source, _, a = c.mesh(pairs[0][0].mesh)
     target, _, b = c.mesh(pairs[0][1].mesh)
 
     def executor_of(mesh: DeviceMesh, rank: int) -> int:
@@ -135,7 +135,7 @@ def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
 observers: list[Any] = []
 
 
-def fetch(t: Tensor) -> TensorFuture:
+def fetch(t: Tensor) -> TensorFuture[torch.Tensor]:
     """A future of the global value, on the client."""
     spec = t._spec
     if spec.is_partial:

@@ -14,15 +14,14 @@ import torch
 from ..errors import DeviceMeshError
 from ..mesh import DeviceMesh
 from ..placement import Placement
-from ..sharding import families as _families  # noqa: F401  registers every rule
 from ..sharding import propagate as sharding
 from ..sharding.infer import infer
 from ..sharding.rule import Call, Num, Recipe, free_numbers, signature
 from ..sharding.rule import In as RuleIn
 from ..spec import TensorSpec
 from . import client as _client
-from .command import CallPlan, In, LocalCall, NumberIn
 from .client import Client, ref_type
+from .command import CallPlan, In, LocalCall, NumberIn
 from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
 
 __all__ = ["auto_redistribute_on", "decide", "define", "forget", "may_move"]
@@ -186,8 +185,9 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
     )
     plan.news = sum(new)
     if len(shape) == 1 and shape[0][0] == "new":
-        plan.kind, plan.out = NEW, decided.outs[0]
-        plan.ref = ref_type(decided.outs[0])
+        out = decided.outs[0]
+        assert out is not None
+        plan.kind, plan.out, plan.ref = NEW, out, ref_type(out)
     elif len(shape) == 1 and shape[0][0] == "arg" and sig.index[shape[0][1]] < len(call.args):
         plan.kind, plan.position = SELF, sig.index[shape[0][1]]
     else:

@@ -36,7 +36,7 @@ def _flat(values: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
     return into
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All tensors among the arguments, in order."""
     return _flat(kwargs.values(), _flat(args, []))
 
@@ -353,7 +353,11 @@ def _masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for _ in range(target.ndim - mask.ndim):
                 mask = torch.ops.aten.unsqueeze.default(mask, -1)
             packet = torch.ops.aten.masked_fill_ if stem.endswith("_") else torch.ops.aten.masked_fill
-            value = rest[0] if rest[0].dtype == target.dtype else torch.ops.aten._to_copy.default(rest[0], dtype=target.dtype)
+            value = (
+                rest[0]
+                if rest[0].dtype == target.dtype
+                else torch.ops.aten._to_copy.default(rest[0], dtype=target.dtype)
+            )
             return dispatch(None, packet.Tensor, (), (target, mask, value))
     indices: list[Any] = []
     for t in given:
