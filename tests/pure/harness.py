@@ -333,6 +333,13 @@ def _check_recipe(sample: Sample, recipe: Recipe, shape: Any, have: Any, truth: 
             raise Mismatch(f"recipe: output {o} is wrong")
 
 
+def _laid_out(t: torch.Tensor | None, meta: OutMeta | None) -> torch.Tensor | None:
+    """`t` in the memory order that the plan promised, as executors make sure of."""
+    if t is None or meta is None or meta.stride is None or t.numel() == 0 or t.stride() == tuple(meta.stride):
+        return t
+    return torch.empty_strided(meta.shape, meta.stride, dtype=t.dtype).copy_(t)
+
+
 # ---- a dtorch in one process ------------------------------------------------------------------------
 
 
@@ -405,6 +412,9 @@ class SimTensor(torch.Tensor):
         for i, p in plan.moves:
             lifted[i] = lifted[i].redistribute(placements=p)
         results = [run_local(plan.calls[w], [x.pieces[r] for x in lifted]) for r, w in enumerate(plan.which)]
+        if not signature(func).aliased:
+            for rank, w in zip(results, plan.which, strict=True):
+                rank[:] = [_laid_out(t, m) for t, m in zip(rank, plan.calls[w].outs, strict=True)]
         outs: list[Any] = [
             None if spec is None else SimTensor.of(spec, [r[o] for r in results])  # type: ignore[misc]
             for o, spec in enumerate(plan.outs)
