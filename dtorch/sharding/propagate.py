@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..errors import PlacementError
 from ..spec import cuts
-from . import families, forms, message
+from . import families, forms, forms_view, message
 from .plan import (
     AVG,
     PARTIAL,
@@ -36,7 +36,7 @@ from .rule import Call, Each, Recipe, Rule, always, find, sizes_of, untied
 
 __all__ = ["FAMILIES", "LocalCall", "Plan", "decode", "propagate", "strategies"]
 
-FAMILIES = (*families.__all__, forms.__name__)
+FAMILIES = (*families.__all__, forms.__name__, forms_view.__name__)
 """The modules of rules and of closed forms; importing them has registered what they define."""
 
 

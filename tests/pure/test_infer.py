@@ -23,7 +23,8 @@ SOME = frozenset(
     "nn.functional.threshold nn.functional.leaky_relu nn.functional.prelu nn.functional.logsigmoid sgn mvlgamma "
     "sum mean amax any all argmax count_nonzero prod logsumexp var std_mean linalg.vector_norm aminmax "
     "max_reduction_with_dim softmax log_softmax nn.functional.layer_norm cumsum tril roll flip sort cat gather "
-    "nn.functional.embedding nn.functional.nll_loss mm bmm addmm baddbmm addbmm clone to permute squeeze expand view "
+    "nn.functional.embedding nn.functional.nll_loss unsqueeze split unbind select narrow reshape t "
+    "transpose mm bmm addmm baddbmm addbmm clone to permute squeeze expand view "
     "unfold diagonal nn.functional.scaled_dot_product_attention __getitem__ index_select".split()
 )
 
@@ -128,6 +129,13 @@ TABLE = [
     Sample(aten.index.Tensor, (rn(7, 4, 3), [torch.tensor([1, 2]), torch.tensor([0, 3])])),
     Sample(aten.index.Tensor, (rn(7, 4, 3), [None, torch.tensor([1, 2])])),
     Sample(aten.nll_loss_forward.default, (rn(4, 6), torch.tensor([1, 2, 3, 0]), None, 1, -100)),
+    Sample(aten.view.default, (rn(6, 4).t()[:2], [2, 2, 3])),
+    Sample(aten.view.default, (rn(0, 4), [2, 0, 4])),
+    Sample(aten.view.default, (rn(), [1, 1])),
+    Sample(aten.expand.default, (rn(), [2, 1])),
+    Sample(aten.expand.default, (rn(3, 1), [1, 2, 3, 4])),
+    Sample(aten.slice.Tensor, (rn(7, 4), 0, -3, 9223372036854775807, 2)),
+    Sample(aten.squeeze.dims, (rn(1, 4, 1), [0, 1])),
     Sample(aten.relu_.default, (rn(4, 6),)),
     Sample(aten.zero_.default, (rn(4, 6),)),
     Sample(aten.copy_.default, (rn(4, 6), rn(6, dtype=torch.int64))),
