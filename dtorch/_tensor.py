@@ -71,7 +71,7 @@ class Tensor(torch.Tensor):
     _ref: Ref
     _watched = False
 
-    __torch_dispatch__ = classmethod(dispatch.dispatch)  # type: ignore  # pyright: ignore
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(
         cls,
@@ -94,7 +94,7 @@ class Tensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportInconsistentConstructor]
         """Everything is done by ``__new__``."""
 
-    __torch_dispatch__ = classmethod(dispatch.dispatch)  # type: ignore[assignment]  # pyright: ignore
+    __torch_dispatch__ = classmethod(dispatch.dispatch)  # type: ignore  # pyright: ignore
 
     # -- where it lies ------------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ._tensor import Tensor
 from .graph import Graph, device_mesh
 from .graph import default_device_mesh as get_default_device_mesh
 from .mesh import DeviceMesh
 from .runtime import client as _client
 from .runtime.config import configure
-from ._tensor import Tensor
 
 __all__ = [
     "clear_errors",

@@ -14,7 +14,7 @@ from ..program import Copy, Cut, Exchange, Read, Reduce, Step, Write, pad, piece
 from ..spec import TensorSpec, cut
 from .steps import Hosts, Region, World, is_zero, kept_dims, rank_strides, reduced_dims, reduction
 
-__all__ = ["exchange"]
+__all__ = ["count_pieces", "exchange"]
 
 
 class _Segments(NamedTuple):
@@ -94,6 +94,22 @@ class _Sources:
         if preferred is not None:
             return base + preferred
         return base + self._copies[rank % len(self._copies)]
+
+
+def count_pieces(src: TensorSpec, dst: TensorSpec, world: World) -> int:
+    """How many slices :func:`exchange` would plan, without planning them."""
+    segments = _segments(src)
+    terms = math.prod(src.mesh.shape[i] for i in reduced_dims(src, dst))
+    # Replicas on one executor are put together once.
+    regions = {(e, dst.region(r)) for r, e in enumerate(world.of(dst.mesh).executor) if not is_zero(src, dst, r)}
+    pieces = 0
+    for _, region in regions:
+        if all(n for _, n in region):
+            pieces += math.prod(
+                bisect_right(cuts.starts, start + n - 1) - bisect_right(cuts.starts, start) + 1
+                for (start, n), cuts in zip(region, segments, strict=True)
+            )
+    return pieces * terms
 
 
 class _Part:

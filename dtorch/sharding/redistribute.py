@@ -2,8 +2,9 @@
 
 Pure functions from specs to values. One idea serves every case: the region of a destination rank is put together
 from slices that source ranks hold; where the source is Partial, each slice is the reduction of one term per
-coordinate, in rank order. A plan is a chain of at most two steps: the exchange of such slices, and before it, where
-many ranks want the same reduction, an all_reduce or reduce_scatter that makes it once.
+coordinate, in rank order. A plan is a chain of few steps: the exchange of such slices, and before it, where
+many ranks want the same reduction, an all_reduce or reduce_scatter that makes it once. Where executors host so many
+ranks that their slices would be too many, they are put together by executor first.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..program import SLOT_BYTES, Program, Step
 from ..spec import TensorSpec
 from . import steps
-from .exchange import exchange
+from .exchange import count_pieces, exchange
 
 __all__ = ["Redistribution", "free", "move_cost", "plan_redistribute"]
 
 ONE_STEP_BYTES = 64 << 10
 """Below this size latency decides: reduce and move in one step, even if ranks then reduce the same thing."""
+
+FEW_PIECES = 2048
+"""Up to so many slices are planned, and copied, as they are."""
+
+LARGE_PIECE = 64 << 10
+"""Slices of this many bytes are worth a copy of their own, however many they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def plan_redistribute(
     world = steps.World(dst, executor_of, region, slot_bytes)
     hosts: set[int] = set()
     kinds: list[str] = []
-    links = _chain(src, dst)
+    links = [part for link in _chain(src, dst) for part in _by_executor(link, world)]
     for link in links:
         hosts.update(world.hosts(link.src.mesh), world.hosts(link.dst.mesh))
         if link.kind:
@@ -105,10 +112,36 @@ def _steps(link: _Link, world: steps.World) -> dict[int, Step]:
     if link.how == "all_reduce":
         return steps.all_reduce(link.src, link.dst, world)
     if link.how == "reduce_scatter":
-        made = steps.reduce_scatter(link.src, link.dst, world)
-        if made is not None:
-            return made
+        return steps.reduce_scatter(link.src, link.dst, world)
     return exchange(link.src, link.dst, world)
+
+
+def _by_executor(link: _Link, world: steps.World) -> list[_Link]:
+    """`link` as it is or, where that is an exchange of too many small slices, in two: to executors, then to ranks.
+
+    Between two ranks that cut a tensor along different dims there is a slice for every pair; hundreds of ranks
+    on few executors would plan and copy them one by one. In between, each executor holds one piece.
+    """
+    src, dst = link.src, link.dst
+    if link.how == "all_reduce" or (link.how == "reduce_scatter" and steps.can_reduce_scatter(src, dst, world)):
+        return [link]
+    one = [_Link(src, dst, "exchange", link.kind)]
+    if max(src.mesh.nranks, dst.mesh.nranks) <= 8 or steps.kept_dims(src, dst):
+        return one
+    pieces = count_pieces(src, dst, world)
+    if pieces <= FEW_PIECES or src.numel * src.dtype.itemsize >= pieces * LARGE_PIECE:
+        return one
+    mesh = world.executors(sorted({*world.hosts(src.mesh), *world.hosts(dst.mesh)}))
+    # Where terms are reduced, each is reduced once, on the executor that holds the piece.
+    spread = [Shard(d) for d in range(src.ndim)] if mesh.nranks > 1 else [Replicate()]
+    mids = [src.with_placements((p,), mesh) for p in spread]
+    count, best = min(
+        ((count_pieces(src, mid, world) + count_pieces(mid, dst, world), i) for i, mid in enumerate(mids)),
+        default=(pieces, 0),
+    )
+    if count >= pieces:
+        return one
+    return [_Link(src, mids[best], "exchange", link.kind), _Link(mids[best], dst, "exchange", "")]
 
 
 # -- which steps ----------------------------------------------------------------------------------------------------

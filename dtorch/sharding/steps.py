@@ -18,6 +18,7 @@ __all__ = [
     "Region",
     "World",
     "all_reduce",
+    "can_reduce_scatter",
     "is_one_all_reduce",
     "is_zero",
     "kept_dims",
@@ -121,6 +122,14 @@ class World:
             self._hosts[mesh] = found
         return found
 
+    def executors(self, indices: Sequence[int]) -> DeviceMesh:
+        """A mesh with one rank on each of the executors `indices`; it exists for the planner alone."""
+        mesh = DeviceMesh("cpu", list(indices), mesh_dim_names=["dtorch executor"])
+        if mesh not in self._hosts:
+            alone = {e: (r,) for r, e in enumerate(indices)}
+            self._hosts[mesh] = Hosts(tuple(indices), (0,) * len(indices), alone)
+        return mesh
+
     def group(self, executors: Iterable[int]) -> GroupRef | None:
         """The group of `executors`, or None for one alone."""
         members = tuple(sorted(set(executors)))
@@ -196,8 +205,15 @@ def all_reduce(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, Step
     return {e: AllReduce(shapes[e], tuple(lines[e]), op, divisor) for e in hosts.ranks}
 
 
-def reduce_scatter(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, Step] | None:
-    """Partial becomes Shard along one mesh dim; None where an executor hosts two ranks of a line."""
+def can_reduce_scatter(src: TensorSpec, dst: TensorSpec, world: World) -> bool:
+    """Whether every executor hosts at most one rank of each line, and there is more than one."""
+    executor = world.of(src.mesh).executor
+    lines = _lines(src.mesh, reduced_dims(src, dst))
+    return all(len(ranks) == len({executor[r] for r in ranks}) > 1 for ranks in lines)
+
+
+def reduce_scatter(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, Step]:
+    """Partial becomes Shard along one mesh dim, where :func:`can_reduce_scatter`."""
     reduced = reduced_dims(src, dst)
     op, divisor = reduction(src, reduced)
     hosts = world.of(src.mesh)
@@ -206,8 +222,7 @@ def reduce_scatter(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, 
         executors = [hosts.executor[r] for r in ranks]
         members = sorted(executors)
         group = world.group(executors)
-        if group is None or len(group.members) != len(ranks):
-            return None
+        assert group is not None
         by_member = [ranks[executors.index(e)] for e in members]
         rows = tuple(members.index(e) for e in executors)
         # All hold the same region of the source, so one list of slices serves all.

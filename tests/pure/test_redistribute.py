@@ -554,6 +554,28 @@ def test_a_large_mesh_plans_quickly() -> None:
     assert [o for s in plan.programs[431].steps for o in s.outs] == [(80, 8)]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ((S(0),) * 5, (S(1),) * 5),
+        ((P,) * 5, (S(0),) * 5),
+        ((Partial("avg"), P, R, P, P), (S(1), S(1), P, S(0), S(1))),
+        ((Partial("max"), S(1), Partial("max"), S(0), Partial("max")), (S(0), R, S(1), R, S(0))),
+        ((S(0), S(1), S(0), S(1), R), (R, S(0), S(1), S(0), S(1))),
+    ],
+)
+def test_slices_are_not_planned_for_every_pair_of_many_ranks(world: World, src, dst, n: int) -> None:
+    """432 ranks on few executors: what goes from one rank to another travels through one piece per executor."""
+    mesh = init_device_mesh("cpu", (3, 2, 4, 3, 6))
+    a = spec((450, 440), mesh, *src)
+    start = time.perf_counter()
+    plan = check(world, a, a.with_placements(dst), n)
+    assert time.perf_counter() - start < 20
+    assert len(plan.kinds) == 1
+    assert max(len(pickle.dumps(p)) for p in plan.programs.values()) < 1 << 20
+
+
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (1, 300), (4, 3, 50)])
 @pytest.mark.parametrize("limit", [64, 200, 4096])
 def test_pieces_cover_a_section_in_order(shape: tuple[int, ...], limit: int) -> None:
