@@ -41,9 +41,9 @@ SAMPLES = [
 
 
 def test_meshes() -> None:
-    report = sweep(SAMPLES, cap=10)
+    report = sweep(SAMPLES, cap=6)
     assert not report.wrong, str(report)
-    assert len(report.checked) == 2 and sum(report.checked.values()) > 300, str(report)
+    assert len(report.checked) == 2 and sum(report.checked.values()) > 200, str(report)
 
 
 def test_sharded_keys_are_refused_forward() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dtorch.errors import PlacementError
 
-from .harness import WIDE, P, R, S, Sample, capture, check, check_all, sweep
+from .harness import P, R, S, Sample, check, check_all, sweep
 
 aten = torch.ops.aten
 g = torch.Generator().manual_seed(0)
@@ -106,17 +106,3 @@ def test_in_place_accumulation_never_moves_self() -> None:
     sample = Sample(aten.index_put_.default, (rn(5, 4), [ri(5, 6)], rn(6, 4), True))
     with pytest.raises(PlacementError):
         check(sample, (2,), [(R,), (S(0),), (S(0),)])
-
-
-@pytest.mark.skipif(not WIDE, reason="the long run: DTORCH_WIDE=1")
-def test_operator_database() -> None:
-    stems = (
-        "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill take index index_put"
-    )
-    wanted = {*stems.split(), "embedding", "embedding_dense_backward"}
-    samples = capture(lambda f: f._schema.name.removeprefix("aten::").rstrip("_") in wanted)
-    # The size of what a mask picks depends on data: such calls never reach a rule.
-    samples = [s for s in samples if not ("index.Tensor" in str(s.func) and "bool" in str(s))]
-    report = sweep(samples)
-    assert not report.wrong, str(report)
-    assert len(samples) > 40

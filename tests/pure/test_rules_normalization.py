@@ -52,7 +52,7 @@ SAMPLES = _norms() + _softmaxes()
 
 
 def test_meshes() -> None:
-    report = sweep(SAMPLES, cap=10)
+    report = sweep(SAMPLES, cap=6)
     assert not report.wrong, str(report)
     assert len(report.checked) == 9, str(report)
 
@@ -106,7 +106,7 @@ def _batch_norms(training: bool) -> list[Sample]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_meshes(training: bool) -> None:
-    report = sweep(_batch_norms(training), cap=16)
+    report = sweep(_batch_norms(training), cap=8)
     assert not report.wrong, str(report)
     assert len(report.checked) == 2, str(report)
 
