@@ -271,6 +271,19 @@ def cat(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     return (_packed((*rest[:dim], sum([p.shape[dim] for p in parts]), *rest[dim:]), first.dtype),)
 
 
+@closed_form("stack")
+def stack(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    parts, dim = args[0], _bind(func, args, kwargs)["dim"]
+    first = parts[0]
+    n = first.ndim + 1
+    if not -n <= dim < n or any([p.shape != first.shape or p.dtype != first.dtype for p in parts]):
+        return None
+    if not all([p.is_contiguous for p in parts]):
+        return None
+    dim %= n
+    return (_packed((*first.shape[:dim], len(parts), *first.shape[dim:]), first.dtype),)
+
+
 # ---- losses and attention ---------------------------------------------------------------------------
 
 
@@ -298,6 +311,34 @@ def dropout_backward(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     if grad.shape != mask.shape or not grad.dtype.is_floating_point:
         return None
     return (OutMeta(grad.shape, iterated_stride([grad, mask], grad.shape), grad.dtype),)
+
+
+def _heads_inside(x: TensorSpec) -> OutMeta:
+    """[batch, heads, length, size] that lies in memory as [batch, length, heads, size]."""
+    b, h, n, d = x.shape
+    s = contiguous_stride((b, n, h, d))
+    return OutMeta(x.shape, (s[0], s[2], s[1], s[3]), x.dtype)
+
+
+def _attention_inputs(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> bool:
+    alike = q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and 0 not in (q.numel, k.numel, v.numel)
+    return alike and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == k.shape[3] == v.shape[3]
+
+
+@closed_form("_scaled_dot_product_flash_attention_for_cpu")
+def attention(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    q, k, v = args[:3]
+    if not _attention_inputs(q, k, v):
+        return None
+    b, h, n, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return OutMeta(q.shape, dense_stride(q), q.dtype), OutMeta((b, h, n), (h * n, 1, h), dtype)
+
+
+@closed_form("_scaled_dot_product_flash_attention_for_cpu_backward")
+def attention_backward(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    q, k, v = args[1:4]
+    return (_heads_inside(q), _heads_inside(k), _heads_inside(v)) if _attention_inputs(q, k, v) else None
 
 
 # ---- copies -----------------------------------------------------------------------------------------

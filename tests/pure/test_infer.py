@@ -25,7 +25,7 @@ SOME = frozenset(
     "max_reduction_with_dim softmax log_softmax nn.functional.layer_norm cumsum tril roll flip sort cat gather "
     "nn.functional.embedding nn.functional.nll_loss unsqueeze split unbind select narrow reshape t "
     "transpose mm bmm addmm baddbmm addbmm clone to permute squeeze expand view "
-    "unfold diagonal nn.functional.scaled_dot_product_attention __getitem__ index_select".split()
+    "unfold diagonal nn.functional.scaled_dot_product_attention __getitem__ index_select stack".split()
 )
 
 

@@ -285,3 +285,51 @@ def test_factories_follow_the_placements_asked_for() -> None:
     assert isinstance(plan, Plan)
     assert plan.outs[0].placements == (S(0),)  # type: ignore[union-attr]
     assert [plan.calls[w].outs[0].shape for w in plan.which] == [(3, 4), (2, 4)]  # type: ignore[union-attr]
+
+
+class Block(torch.nn.Module):
+    """One transformer block over an embedding, with a loss."""
+
+    def __init__(self, vocabulary: int = 12, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        nn = torch.nn
+        self.heads = heads
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        f = torch.nn.functional
+        x = self.embedding(tokens)
+        b, n, d = x.shape
+        q, k, v = [z.view(b, n, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm(x)).split(d, 2)]
+        y = f.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().view(b, n, d)
+        x = x + self.out(y)
+        logits = self.head(x + self.down(f.gelu(self.up(x))))
+        return f.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "batch"),
+    [((2,), 6, (S(0),)), ((3,), 6, (S(0),)), ((2, 2), 6, (S(0), R)), ((2, 2), 8, (S(0), S(0)))],
+)
+def test_a_model_trained_on_pieces_has_the_gradients_of_the_whole(
+    shape: tuple[int, ...], rows: int, batch: tuple
+) -> None:
+    torch.manual_seed(0)
+    model = Block()
+    tokens, target = torch.randint(0, 12, (2, rows, 5))
+    want = model(tokens, target)
+    grads = torch.autograd.grad(want, list(model.parameters()))
+    mesh = mesh_of(shape)
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[name] = SimTensor.distribute(p.detach(), mesh, (R,) * len(shape)).requires_grad_()
+    loss = model(SimTensor.distribute(tokens, mesh, batch), SimTensor.distribute(target, mesh, batch))
+    assert torch.allclose(loss.full(), want)
+    with SimTensor.moving():
+        found = torch.autograd.grad(loss, list(model.parameters()))
+    for got, whole in zip(found, grads, strict=True):
+        assert torch.allclose(got.full(), whole, atol=1e-5)
