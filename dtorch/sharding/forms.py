@@ -372,3 +372,28 @@ def log_sigmoid(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
 @closed_form("equal", "allclose")
 def no_tensor(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     return ()
+
+
+# ---- factories --------------------------------------------------------------------------------------
+
+
+@closed_form("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+def filled(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    a, stem = _bind(func, args, kwargs), signature(func).stem
+    dtype, size = a.get("dtype"), a["size"]
+    if dtype is None or any([s < 0 for s in size]) or a.get("memory_format") is not None:
+        return None
+    if stem in ("rand", "randn") and not _is_float(dtype):
+        return None
+    if stem == "randint" and a.get("low", 0) >= a["high"]:
+        return None
+    return (_packed(size, dtype),)
+
+
+@closed_form("randperm", "eye", "linspace")
+def counted(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    a = _bind(func, args, kwargs)
+    size = [a[name] for name in ("n", "m", "steps") if name in a]
+    if a.get("dtype") is None or any([not isinstance(s, int) or s < 0 for s in size]):
+        return None
+    return (_packed(size, a["dtype"]),)
