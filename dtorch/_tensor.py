@@ -19,6 +19,7 @@ from .mesh import DeviceMesh
 from .placement import Placement, Replicate, as_placements
 from .runtime import dispatch, moves, special
 from .runtime.client import Ref, client
+from .runtime.copies import UNTRACKED, settled
 from .spec import TensorSpec, resolve
 
 __all__ = ["Placements", "Tensor"]
@@ -256,14 +257,16 @@ class Tensor(torch.Tensor):
             rank = 0
         if not 0 <= rank < spec.mesh.nranks:
             raise ValueError(f"to_local({rank}): the mesh {spec.mesh.describe()} has ranks 0 to {spec.mesh.nranks - 1}")
-        return client().fetch(self._ref, spec, rank=rank).get()  # type: ignore[no-any-return]
+        source = settled(self)
+        return client().fetch(source._ref, source._spec, rank=rank).get()  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
         return moves.fetch(self).__await__()  # type: ignore[return-value]
 
     async def ready(self) -> None:
         """Wait, without blocking, until the value exists; it is not fetched. Raises what its computation raised."""
-        await client().fetch(self._ref, self._spec, data=False)
+        source = settled(self)
+        await client().fetch(source._ref, source._spec, data=False)
 
     def item(self) -> Any:
         """The value of a one-element tensor; waits."""
@@ -327,7 +330,7 @@ class Tensor(torch.Tensor):
     # -- copies: proxy and ref never part -----------------------------------------------------------------------
 
     def __copy__(self) -> Tensor:
-        return _dressed(dispatch.wrap(self._spec, self._ref), self)
+        return _dressed(self.data, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
@@ -356,7 +359,11 @@ class Tensor(torch.Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The value without its history: shares memory with this tensor."""
-        return dispatch.wrap(self._spec, self._ref)
+        spec = self._spec
+        if spec.copied is not None:
+            # It counts its writes anew, so the base's version would say nothing.
+            spec = settled(self)._spec.as_copy(UNTRACKED)
+        return dispatch.wrap(spec, self._ref)
 
     @data.setter
     def data(self, value: Any) -> None:

@@ -53,9 +53,12 @@ def watch_leaf(leaf: Tensor) -> None:
 
     def arrived(grad: Tensor) -> Tensor | None:
         found = me()
-        if found is None or not hasattr(grad, "_spec"):
+        if found is None:
             return None
         want = found._spec
+        if not hasattr(grad, "_spec"):
+            # The leaf went into a plain tensor, from which a plain gradient came.
+            return moves.lift(grad.detach(), want.mesh, want.placements)
         if grad._spec.placements == want.placements and grad._spec.mesh is want.mesh:
             return None
         if torch.is_grad_enabled() or found.grad is not None:

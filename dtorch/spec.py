@@ -59,7 +59,7 @@ class TensorSpec:
     Make one with :meth:`of`; never call the constructor.
     """
 
-    __slots__ = ("__weakref__", "_regions", "dtype", "mesh", "numel", "placements", "shape", "stride")
+    __slots__ = ("__weakref__", "_regions", "copied", "dtype", "mesh", "numel", "placements", "shape", "stride")
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -67,6 +67,8 @@ class TensorSpec:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     numel: int
+    copied: int | None
+    """None; or, of a copy that stands for a view, the version of its base when it was made: see runtime.copies."""
 
     @staticmethod
     def of(
@@ -80,14 +82,15 @@ class TensorSpec:
         if stride is None:
             stride = contiguous_stride(shape)
         key = (shape, stride, dtype, mesh, placements)
-        found = _interned.get(key)
-        if found is None:
-            made = TensorSpec()
-            made.shape, made.stride, made.dtype, made.mesh, made.placements = key
-            made.numel = math.prod(shape)
-            made._regions = {}
-            found = _interned.add(key, made)
-        return found
+        return _interned.get(key) or _interned.add(key, _made(*key, None))
+
+    def as_copy(self, version: int | None) -> TensorSpec:
+        """The spec of a copy that stands for a view of a tensor at `version`; with None, the ordinary one."""
+        key = (self.shape, self.stride, self.dtype, self.mesh, self.placements)
+        if version is None:
+            return TensorSpec.of(*key)
+        marked = (*key, version)
+        return _interned.get(marked) or _interned.add(marked, _made(*key, version))
 
     def __copy__(self) -> TensorSpec:
         return self
@@ -96,6 +99,7 @@ class TensorSpec:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
+        # What a copy was made of stays behind: elsewhere it is a tensor like any other.
         return TensorSpec.of, (self.shape, self.stride, self.dtype, self.mesh, self.placements)
 
     @property
@@ -166,6 +170,22 @@ class TensorSpec:
 
 
 _interned: Interned[TensorSpec] = Interned()
+
+
+def _made(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    copied: int | None,
+) -> TensorSpec:
+    made = TensorSpec()
+    made.shape, made.stride, made.dtype, made.mesh, made.placements = shape, stride, dtype, mesh, placements
+    made.copied = copied
+    made.numel = math.prod(shape)
+    made._regions = {}
+    return made
 
 
 def resolve(

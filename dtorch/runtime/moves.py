@@ -14,6 +14,7 @@ from ..sharding.redistribute import plan_redistribute
 from ..spec import TensorSpec, contiguous_stride
 from .client import Client, Plan, client, next_ref, ref_type
 from .command import RedistributePlan
+from .copies import settled
 from .dispatch import wrap
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def redistribute(t: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...])
 
 def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
     """Several tensors of one mesh to one mesh, in one command: moves of one kind share an exchange."""
+    pairs = [(settled(t), target) for t, target in pairs]
     key = tuple((t._spec, target) for t, target in pairs)
     move = _moves.get(key)
     c = client()
@@ -137,6 +139,7 @@ observers: list[Any] = []
 
 def fetch(t: Tensor) -> TensorFuture[torch.Tensor]:
     """A future of the global value, on the client."""
+    t = settled(t)
     spec = t._spec
     if spec.is_partial:
         placed = tuple(Replicate() if type(p) is Partial else p for p in spec.placements)

@@ -16,6 +16,7 @@ from ..sharding.rule import Recipe, free_numbers, signature
 from . import client as _client
 from . import dispatch as _dispatch
 from .client import client
+from .copies import mark, refuse_write, settled, version_of
 from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
 from .plans import decide, define, may_move, one_mesh, remember
@@ -244,6 +245,8 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
     proxies = [t for t in tensors if is_proxy(t)]
     if key is None:
         return _with_plain(op, args, kwargs, proxies)
+    if any(t._spec.copied is not None for t in proxies):
+        return _of_copies(func, args, kwargs)
     mesh = _common_mesh(proxies, func)
     if mesh is None:
         return _on_common_mesh(func, args, kwargs, proxies)
@@ -267,7 +270,7 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
     if decided.moves:
         plan = OperatorPlan(c, 0, "", ())
         plan.kind = DEFERRED
-        plan.defer = _mover(op, dict(decided.moves))
+        plan.defer = _mover(op, dict(decided.moves), _views(func))
         op.plans[key] = plan
         return plan.defer(func, args, kwargs)
     op.plans[key] = define(c, op, call, decided, numbers)
@@ -280,8 +283,28 @@ def _decide_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     raise AssertionError("a call that needs moves was decided without them")
 
 
-def _mover(op: Operator, moves: dict[int, Any]) -> Special:
-    """Move the inputs as decided, then run the call on what came of it."""
+def _views(func: Any) -> bool:
+    """Whether the operator's results are views of an argument, by its schema."""
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with copies that stand for views among its arguments: they are read, and their views are copies too."""
+    sig = signature(func)
+    for a in func._schema.arguments:
+        if a.alias_info is not None and a.alias_info.is_write:
+            at = sig.index[a.name]
+            for t in _flat([args[at] if at < len(args) else kwargs.get(a.name)], []):
+                refuse_write(_stem(func), t)
+    marked = next(t for t in tensors_of(args, kwargs) if t._spec.copied is not None)  # type: ignore[attr-defined]
+    version = marked._spec.copied  # type: ignore[attr-defined]
+    args, kwargs = _map_call(args, kwargs, settled)  # type: ignore[arg-type]
+    result = dispatch(None, func, (), args, kwargs)
+    return _map(result, lambda t: mark(t, version)) if _views(func) else result  # type: ignore[arg-type]
+
+
+def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
+    """Move the inputs as decided, then run the call on what came of it. A view of what moved is a copy."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not may_move():
@@ -292,8 +315,11 @@ def _mover(op: Operator, moves: dict[int, Any]) -> Special:
             placements = moves.get(next(at))
             return t if placements is None else redistribute(t, t._spec.mesh, placements)  # type: ignore[arg-type,attr-defined]
 
+        # In a backward nobody writes through views, and a gradient that were marked could not be clipped in place.
+        version = version_of(args[0]) if views and torch._C._current_graph_task_id() == -1 else None
         args, kwargs = _map_call(args, kwargs, move)
-        return dispatch(None, func, (), args, kwargs)
+        result = dispatch(None, func, (), args, kwargs)
+        return result if version is None else _map(result, lambda t: mark(t, version))  # type: ignore[arg-type]
 
     return run
 
