@@ -65,7 +65,8 @@ def _base(call: Call) -> Any:
     """The operator on one element, or None."""
     stem, overload = call.stem.removeprefix("_foreach_"), call.overload
     numbers = overload in ("Scalar", "ScalarList") and stem not in ("addcmul", "addcdiv")
-    if numbers:
+    if numbers or call.sig.inplace:
+        # There is no maximum of a number, and none in place.
         stem = _NUMBER_FORM.get(stem, stem)
     packet = getattr(aten, f"{stem}_" if call.sig.inplace else stem, None)
     choices = _NUMBER_OVERLOADS if numbers else _OVERLOADS.get(overload, ("default",))

@@ -42,12 +42,12 @@ def _group_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     )
 
 
-@closed_form("native_batch_norm", "_native_batch_norm_legit")
+@closed_form("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
 def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """In evaluation no statistics are saved."""
     out, *saved = by_meta(func, args, kwargs)
     given = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}
-    if given["training"]:
+    if given.get("training", False):
         return (out, *saved)
     return (out, *[m and OutMeta((0,), (1,), m.dtype) for m in saved])
 

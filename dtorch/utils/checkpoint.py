@@ -25,22 +25,22 @@ __all__ = ["checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop"]
 class _AskedState:
     """The state that the executors' generators have at this point of the program; asked for now, read later."""
 
-    # Tokens of states that nobody will read, whose replies are to be thrown away when they come.
-    _unwanted: ClassVar[set[int]] = set()
+    # (executor, token) of states that nobody will read, whose replies are to be thrown away when they come.
+    _unwanted: ClassVar[set[tuple[int, int]]] = set()
 
     def __init__(self) -> None:
         self._client = c = client()
         c.ensure(1)
         # Long programs ask often and read seldom: take in what came, so that no executor waits to be read.
         c.drain()
-        for token in self._unwanted & c._replies.keys():
-            del c._replies[token]
-            self._unwanted.discard(token)
+        for key in self._unwanted & c._replies.keys():
+            del c._replies[key]
+            self._unwanted.discard(key)
         self.draws = c._random_latest
         root = next(e for e, latest in c._random.items() if latest == c._random_latest)
-        self._token = next(c._tokens)
+        self._key = (root, next(c._tokens))
         self._state: bytes | None = None
-        c.send(SendRandom(root, self._token), sync=True)
+        c.send(SendRandom(*self._key), sync=True)
 
     def read(self) -> bytes:
         """The state; waits until the executor that was asked has come so far."""
@@ -49,7 +49,7 @@ class _AskedState:
         while self._state is None:
             c.drain()
             c.check()
-            self._state = c._replies.pop(self._token, None)
+            self._state = c._replies.pop(self._key, None)
             if self._state is None:
                 if time.monotonic() > deadline:
                     raise PoolError("checkpoint: the state of the random generator did not arrive within 60 s")
@@ -58,7 +58,7 @@ class _AskedState:
 
     def __del__(self) -> None:
         if getattr(self, "_state", b"") is None:
-            self._unwanted.add(self._token)
+            self._unwanted.add(self._key)
 
 
 class _SameDraws:
