@@ -22,6 +22,7 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(
         [
             "BlockingCallError",
+            "BlockingCallWarning",
             "ConfigError",
             "DeviceMeshError",
             "DtorchError",

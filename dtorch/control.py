@@ -33,7 +33,7 @@ def shutdown() -> None:
 def restart() -> None:
     """End all executors, if any run, and start a fresh pool; after a death, the way to go on."""
     _client.close()
-    _client.client().ensure(1)
+    _client.client().start(1)
 
 
 def clear_errors() -> None:

@@ -11,6 +11,8 @@
     ├── TensorLostError (RuntimeError)    the values of a tensor are gone for good
     └── RemoteError                       mixed into the type of an error that an executor raised
 
+    BlockingCallWarning (RuntimeWarning)  a call has stopped a running event loop
+
 A value whose computation failed raises the original type (``IndexError``, ``torch.OutOfMemoryError``, …),
 which is then also a ``RemoteError``: see :func:`remote`.
 """
@@ -21,6 +23,7 @@ from functools import cache
 
 __all__ = [
     "BlockingCallError",
+    "BlockingCallWarning",
     "ConfigError",
     "DeviceMeshError",
     "DtorchError",
@@ -56,6 +59,10 @@ class RunAheadError(DtorchError, RuntimeError):
 
 class BlockingCallError(DtorchError, RuntimeError):
     """A call would stop the running event loop while it waits, and ``dtorch.aio.strict()`` is on."""
+
+
+class BlockingCallWarning(RuntimeWarning):
+    """A call stopped the running event loop while it waited; told once per call site."""
 
 
 class PoolError(DtorchError, RuntimeError):

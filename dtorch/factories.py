@@ -391,6 +391,8 @@ def _from_function(
     ref = ref_type(spec)(next_ref())
     shapes = tuple(spec.local_shape(r) for r in range(mesh.nranks))
     c.send(MakeLocals(id, ref, encode_function(function), shapes, dtype, f"from_local({spec.describe()})"))
+    if c.blocking:
+        c.wait_here()
     return wrap(spec, ref)
 
 

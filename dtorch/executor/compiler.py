@@ -197,6 +197,9 @@ def compile_plan(
             # Poison must still pass through an operator that has nothing to compute.
             lines += [f"    a{i}.dtype" for i in range(plan.inputs)]
         else:
+            if plan.writes and call.func.startswith("dtorch."):
+                # A kernel of several steps must not write with the first before the second meets poison.
+                lines += [f"    a{i}.dtype" for i in range(plan.inputs)]
             lines += [f"    {m}" for m in src.moves(call)]
             expression = src.call(call, numbers)
             if len(plan.outputs) == 1 and new and not plan.lists:
@@ -221,12 +224,16 @@ def compile_plan(
             per_rank.append(compiled[id(call)])
         fns = src.constant(same_draw(per_rank) if plan.draws else per_rank)
         nums = "".join(f", {n}" for n in numbers)
+        # Should one of the ranks fail, the list tells how many were done: see failing.
+        lines.append("    ranks_done = []")
         if plan.inputs:
             xs = ", ".join(f"a{i}" for i in range(plan.inputs))
-            lines.append(f"    r = [f(*x{nums}) for f, *x in zip({fns}, {xs}, strict=True)]")
+            lines.append(f"    for f, *x in zip({fns}, {xs}, strict=True):")
+            lines.append(f"        ranks_done.append(f(*x{nums}))")
         else:
-            lines.append(f"    r = [f({nums.removeprefix(', ')}) for f in {fns}]")
-        lines += [f"    S[Q[p + {1 + k}]] = [x[{i}] for x in r]" for k, i in enumerate(new)]
+            lines.append(f"    for f in {fns}:")
+            lines.append(f"        ranks_done.append(f({nums.removeprefix(', ')}))")
+        lines += [f"    S[Q[p + {1 + k}]] = [x[{i}] for x in ranks_done]" for k, i in enumerate(new)]
     if len(lines) == 1:
         lines.append("    return")
     return _evaluate(lines, src, extra)

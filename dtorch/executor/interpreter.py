@@ -1,14 +1,12 @@
 """Command type → what an executor does about it.
 
 :class:`Interpreter` holds the plans and the store. Plans are functions of a record's position in the ring
-(`compiler`); a failure leaves them as an ordinary exception and is turned into poison by :meth:`Interpreter.failed`,
-away from the hot path.
+(`compiler`); a failure leaves them as an ordinary exception and is turned into poison by `failing`, away from the
+hot path.
 """
 
 from __future__ import annotations
 
-import pickle
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,6 @@ from ..runtime.command import (
     CallPlan,
     ClearErrors,
     DefineMesh,
-    ErrorReport,
     FetchPlan,
     LocalCall,
     MakeLocals,
@@ -28,6 +25,7 @@ from ..runtime.command import (
     Reply,
     Seed,
     SendRandom,
+    Settle,
     SyncRandom,
     Threads,
     UploadPlan,
@@ -35,15 +33,12 @@ from ..runtime.command import (
 from ..runtime.shared import SharedState
 from . import redistribution
 from .compiler import compile_call, compile_plan, same_draw, same_stride
-from .store import Poison, shards, sharing
+from .failing import Failing, PeerFailedError
+from .store import Poison, shards
 
 __all__ = ["Interpreter"]
 
 Run = Callable[[int], None]
-
-
-class PeerFailedError(Exception):
-    """A collective was poisoned by a peer."""
 
 
 class Interpreter:
@@ -60,10 +55,14 @@ class Interpreter:
         self.index, self.state, self.send, self.comm = index, state, send, comm
         self.plans: dict[int, Run] = {}
         self.store: dict[int, Any] = {}
-        # plan id -> (message, inputs' first word, output refs' first word): what failed() needs to know
+        # plan id -> the message that defined it: what failures need to know
         self.messages: dict[int, Any] = {}
         self.mine: dict[int, tuple[int, ...]] = {}
-        self.sequence = 0  # the command being run: its position in the ring
+        self.sequence = 0  # the control message being acted on: its position in the ring
+        self.failing = Failing(
+            index, state, send, self.store, self.messages, self.mine, lambda plan, p: self.plans[plan](p)
+        )
+        self.failed = self.failing.failed
         self.words, self.ints, self.doubles = state.ring_words, state.ring_ints, state.ring_doubles
         self._handlers: dict[type, Callable[[Any], None]] = {
             DefineMesh: self._mesh,
@@ -77,7 +76,8 @@ class Interpreter:
             SyncRandom: self._sync_random,
             SendRandom: self._send_random,
             Threads: self._threads,
-            ClearErrors: self._clear_errors,
+            ClearErrors: self.failing.clear,
+            Settle: self.failing.settle,
         }
 
     # -- records ------------------------------------------------------------------------------------------------
@@ -91,82 +91,21 @@ class Interpreter:
     def control(self, payload: memoryview) -> None:
         """Act on a control message."""
         message = command.decode(payload)
-        self._handlers[type(message)](message)
-
-    # -- failures -----------------------------------------------------------------------------------------------
-
-    def failed(self, plan: int, p: int, error: Exception) -> None:
-        """The record at word `p` raised `error`: poison what it should have made or written.
-
-        Where an input was poisoned the cause is that input's; otherwise the client is told of a new failure now,
-        so that the report is there before anyone can see a poisoned value.
-        """
-        message = self.messages.get(plan)
-        if message is None:
-            self.report(error, None, "a control command")
-            return
-        outs, ins = self._refs(message, p)
-        poison = next((v for r in ins if type(v := self.store.get(r)) is Poison), None)
-        if isinstance(error, PeerFailedError):
-            poison = Poison(None, before=self.sequence)
-        if poison is None:
-            self.report(error, None, getattr(message, "text", ""))
-            poison = Poison(self.sequence)
-        for ref in outs:
-            self.store[ref] = Poison(poison.sequence, poison.before)
-        for i in getattr(message, "writes", ()):
-            self._not_written(ins[i], poison)
-        if isinstance(message, FetchPlan):
-            self._fail_fetch(p, poison)
-
-    def _refs(self, message: Any, p: int) -> tuple[list[int], list[int]]:
-        if isinstance(message, CallPlan):
-            n, k = sum(message.outputs), message.inputs
-        elif isinstance(message, RedistributePlan):
-            n = k = message.count
-        elif isinstance(message, FetchPlan):
-            n, k = 0, 1
-        elif isinstance(message, PickPlan):
-            n, k = 1, 1
-        else:
-            n, k = 1, 0
-        words = self.words
-        return list(words[p + 1 : p + 1 + n]), list(words[p + 1 + n : p + 1 + n + k])
-
-    def _not_written(self, ref: int, poison: Poison) -> None:
-        value = self.store.get(ref)
-        if value is None or type(value) is Poison:
-            return
-        for other in sharing(self.store, value):
-            self.store[other] = Poison(poison.sequence, poison.before, old=self.store[other])
-
-    def report(self, error: BaseException, rank: int | None, text: str) -> None:
-        """Tell the client of a failure: type, arguments, message, notes and traceback as plain values."""
         try:
-            arguments = pickle.dumps(error.args)
-        except Exception:
-            arguments = pickle.dumps((str(error),))
-        try:
-            kind = command.encode_function(type(error))
-        except Exception:
-            kind = b""
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        self.send(
-            command.encode(
-                ErrorReport(
-                    sequence=self.sequence,
-                    executor=self.index,
-                    rank=rank,
-                    type_bytes=kind,
-                    type_name=type(error).__qualname__,
-                    arguments=arguments,
-                    message=str(error),
-                    notes=tuple(str(n) for n in getattr(error, "__notes__", ())),
-                    traceback="".join(lines),
-                    text=text,
-                )
-            )
-        )
+            self._handlers[type(message)](message)
+        except Exception as error:
+            plan = getattr(message, "plan", None)
+            if plan is None:
+                raise
+            self._cannot_run(message, plan, error)
+
+    def _cannot_run(self, message: Any, plan: int, error: Exception) -> None:
+        """A plan could not be defined: every record of it fails."""
+
+        def run(p: int) -> None:
+            raise error
+
+        self.messages[plan], self.plans[plan] = message, run
 
     # -- definitions --------------------------------------------------------------------------------------------
 
@@ -190,25 +129,26 @@ class Interpreter:
         self.plans[m.plan] = first
 
     def _first_run(self, m: CallPlan, calls: list[LocalCall], p: int, single: bool) -> list[tuple[bool, ...]]:
-        outs, ins = self._refs(m, p)
+        outs, ins = self.failing.refs(m, p)
         base = p + 1 + len(outs) + len(ins)
         numbers = [(self.ints if k == "q" else self.doubles)[base + i] for i, k in enumerate(m.numbers)]
         values = [self.store[r] for r in ins]
         if any(type(v) is Poison for v in values):
             raise TypeError("a poisoned input")
         columns = [shards(v) for v in values]
-        results, fixes = [], []
+        ranks_done: list[Any] = []
+        fixes: list[tuple[bool, ...]] = []
         functions = [compile_call(call, m.inputs, len(m.numbers), None, m.draws) for call in calls]
         if m.draws and not single:
             functions = same_draw(functions)
         for k, call in enumerate(calls):
             made = functions[k](*(c[k] for c in columns), *numbers)
             fix = tuple(self._check(m, call, i, made) for i in range(len(m.outputs)))
-            results.append(made)
+            ranks_done.append(made)
             fixes.append(fix)
         new = [i for i, n in enumerate(m.outputs) if n]
         for ref, i in zip(outs, new, strict=True):
-            self.store[ref] = results[0][i] if single else [r[i] for r in results]
+            self.store[ref] = ranks_done[0][i] if single else [r[i] for r in ranks_done]
         return fixes
 
     @staticmethod
@@ -238,10 +178,13 @@ class Interpreter:
         store, words, n = self.store, self.words, m.count
         source, target = self.mine.get(m.source, ()), self.mine.get(m.target, ())
         single = len(target) == 1
+        failing, value = self.failing, self.failing.value
 
         def run(p: int) -> None:
-            values = [store[r] if source else [] for r in words[p + 1 + n : p + 1 + 2 * n]]
+            values = [value(r) if source else [] for r in words[p + 1 + n : p + 1 + 2 * n]]
             bad = next((v for v in values if type(v) is Poison), None)
+            if bad is not None:
+                failing.poisoned_move(p, words[p + 1 : p + 1 + n] if target else (), bad)
             parts = None if bad is not None else [shards(v) for v in values]
             results, failure = redistribution.run_many(programs, parts, self.comm)
             if failure:
@@ -249,8 +192,6 @@ class Interpreter:
                     if failure is True:
                         raise PeerFailedError
                     raise failure
-                for ref in words[p + 1 : p + 1 + n] if target else ():
-                    store[ref] = Poison(bad.sequence, bad.before)
             elif target:
                 for ref, result in zip(words[p + 1 : p + 1 + n], results, strict=True):
                     store[ref] = result[0] if single else result
@@ -307,7 +248,7 @@ class Interpreter:
         def run(p: int) -> None:
             value = store[words[p + 1]]
             if type(value) is Poison:
-                self._fail_fetch(p, value)
+                self.failing.fail_fetch(p, value)
                 return
             if copies:
                 dst = self._arena(words[p + 4], m.shape, m.stride, m.dtype)
@@ -323,12 +264,6 @@ class Interpreter:
             control[words[p + 2] + index] = words[p + 3] << 2 | command.DONE
 
         self.plans[m.plan] = run
-
-    def _fail_fetch(self, p: int, poison: Poison) -> None:
-        words = self.words
-        slot, generation = words[p + 2], words[p + 3]
-        self.send(command.encode(Reply(-1, (slot, generation, poison.sequence, poison.before))))
-        self.state.control[slot + self.index] = generation << 2 | command.FAILED
 
     def _pick(self, m: PickPlan) -> None:
         mine = self.mine.get(m.mesh, ())
@@ -365,7 +300,7 @@ class Interpreter:
                     )
                 made.append(t.detach().clone(memory_format=torch.contiguous_format))
             except Exception as error:
-                self.report(error, rank, m.text)
+                self.failing.report(self.sequence, error, rank, m.mesh, m.text)
                 self.store[m.ref] = Poison(self.sequence)
                 return
         self.store[m.ref] = made[0] if len(mine) == 1 else made
@@ -392,13 +327,3 @@ class Interpreter:
 
     def _threads(self, m: Threads) -> None:
         torch.set_num_threads(m.count)
-
-    def _clear_errors(self, m: ClearErrors) -> None:
-        restored, lost = [], []
-        for ref, value in list(self.store.items()):
-            if type(value) is Poison:
-                if value.old is None:
-                    continue
-                self.store[ref] = value.old
-                restored.append(ref)
-        self.send(command.encode(Reply(m.token, (restored, lost))))

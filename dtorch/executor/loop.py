@@ -7,8 +7,9 @@ drained batch (or every 16 completions). It sleeps only when there is nothing to
 from __future__ import annotations
 
 import os
+import time
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,6 +17,9 @@ from ..runtime.command import CONTROL, FREE, LENGTH_SHIFT, PLAN_MASK, WRAP
 from ..runtime.reply import ReplyWriter
 from ..runtime.ring import Notifier, Reader
 from ..runtime.shared import (
+    ABORT,
+    DEAD,
+    DEAD_POOL,
     EXECUTOR_DONE,
     EXECUTOR_PLAN,
     EXECUTOR_READ,
@@ -26,6 +30,7 @@ from ..runtime.shared import (
 )
 from .collectives import Comm
 from .interpreter import Interpreter
+from .shm_collectives import Aborted
 
 __all__ = ["run"]
 
@@ -99,7 +104,11 @@ def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: 
                         control[started_word] = monotonic_ns()
                         tell()
             except Exception as error:
-                interpreter.sequence = pos
+                if isinstance(error, Aborted) and control[ABORT]:
+                    _await_end(control)
+                # What is being run is the command at the read index, for whoever asks.
+                control[read_word] = pos
+                control[count_word] = count + since
                 interpreter.failed(plan, p, error)
                 pos += head >> LENGTH_SHIFT
                 since += 1
@@ -107,3 +116,10 @@ def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: 
         control[count_word] = count + since
         reader.position = pos
         tell()
+
+
+def _await_end(control: memoryview) -> NoReturn:
+    """A peer has died, and with it the pool: run nothing more, so that what was not answered stays unanswered."""
+    while not control[DEAD] & DEAD_POOL:
+        time.sleep(0.05)
+    raise SystemExit(0)

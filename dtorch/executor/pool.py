@@ -80,6 +80,7 @@ class Pool:
         self._deaths: list[Death] = []
         self._warden_death: Death | None = None
         self._refused: str | None = None
+        self._due: float | None = None  # when the executors that were requested must be ready
         self._hello: dict[str, Any] | None = None
 
     # -- starting -----------------------------------------------------------------------------------------------
@@ -106,6 +107,17 @@ class Pool:
             self._warden = WardenProcess(start, self.state.fds())
             _live.add(self)
         return self._warden
+
+    def request(self, n: int) -> None:
+        """Ask for executors 0 to n - 1, and return at once. Whoever waits for them learns by :meth:`check` of a start
+        that failed or takes too long.
+
+        Raises:
+            PoolError: more than ``max_executors``; the pool cannot be used.
+        """
+        with self._lock:
+            self._request(n, self._running())
+            self._due = time.monotonic() + self.config.start_timeout
 
     def ensure(self, n: int) -> None:
         """Make executors 0 to n - 1 exist, and wait until they read the ring.
@@ -189,11 +201,13 @@ class Pool:
         return executor in self._pids and self.state.control[executor_line(executor) + EXECUTOR_READY] == 1
 
     def _refuse_if_late(self, n: int, deadline: float) -> None:
-        if time.monotonic() < deadline:
-            return
+        if time.monotonic() >= deadline:
+            raise PoolError(self._lateness(n))
+
+    def _lateness(self, n: int) -> str:
         late = [e for e in range(n) if not self._is_ready(e)]
         stage = "its warden still imports torch" if self._hello is None else f"of {n} executors, {late} are not ready"
-        raise PoolError(
+        return (
             f"the pool has not started within {self.config.start_timeout:g} s: {stage}. On a slow disk or a busy "
             "machine give it longer: dtorch.configure(start_timeout=600), or DTORCH_START_TIMEOUT=600"
         )
@@ -263,7 +277,21 @@ class Pool:
                 if ended:
                     self._warden_death = self._warden.death()
                     self._declare_dead()
+                self._look_at_start()
             return not (self._deaths or self._warden_death or self._refused)
+
+    def _look_at_start(self) -> None:
+        """Give up on executors that were requested and are late, or will never be: their waiters find a dead pool."""
+        if self._due is None or self._warden_death is not None:
+            return
+        if all(self._is_ready(e) for e in range(self._wanted)):
+            self._due = None
+            return
+        if self._refused is None and time.monotonic() >= self._due:
+            self._refused = self._lateness(self._wanted)
+        if self._refused is not None:
+            self._due = None
+            self._declare_dead()
 
     def error(self) -> PoolError | None:
         """What to raise where a live pool is needed; None while all is well."""

@@ -20,14 +20,16 @@ class Poison:
     """A value that was not made.
 
     Attributes:
-        sequence: the command that failed, by its position in the ring; None where a peer told of it in a collective.
-        before: the collective's own number, where `sequence` is None: the failure came before it.
-        old: the value that a write which was not done has left in place.
+        sequence: the command to blame, by its position in the ring, or one of the LOST numbers of `runtime.command`.
+        mesh: id of the mesh of a value that a write has not reached.
+        old: that value, as it was before the write.
+        half: whether the write may have reached part of it.
     """
 
-    sequence: int | None
-    before: int = 0
+    sequence: int
+    mesh: int = 0
     old: Any = field(default=None, repr=False)
+    half: bool = False
 
 
 def shards(value: Any) -> list[torch.Tensor]:
@@ -35,12 +37,16 @@ def shards(value: Any) -> list[torch.Tensor]:
     return value if type(value) is list else [value]
 
 
-def sharing(store: dict[int, Any], value: Any) -> list[int]:
-    """Refs of all values that lie in the memory of `value`: a write to one is a write to all."""
-    mine = {t.untyped_storage().data_ptr() for t in shards(value) if t.numel()}
-    return [
-        ref
-        for ref, other in store.items()
-        if other is value
-        or (type(other) is not Poison and any(t.untyped_storage().data_ptr() in mine for t in shards(other)))
-    ]
+def sharing(store: dict[int, Any], values: list[Any]) -> list[int]:
+    """Refs of all values that lie in the memory of any of `values`, poisoned or not: a write to one is a write to all."""
+    mine = {t.untyped_storage().data_ptr() for value in values for t in shards(value) if t.numel()}
+    same = {id(value) for value in values}
+    found: list[int] = []
+    for ref, other in store.items():
+        if type(other) is Poison:
+            other = other.old
+            if other is None:
+                continue
+        if id(other) in same or any(t.untyped_storage().data_ptr() in mine for t in shards(other)):
+            found.append(ref)
+    return found

@@ -29,16 +29,19 @@ from ..placement import Replicate
 from ..spec import TensorSpec, contiguous_stride
 from . import config
 from .arena import Arena
+from .blocking import on_block
 from .command import (
     FIRST_PLAN,
     FREE,
     LENGTH_SHIFT,
+    LOST_WITH_POOL,
+    ClearErrors,
     DefineMesh,
-    ErrorReport,
     FetchPlan,
     Reply,
     Seed,
     SendRandom,
+    Settle,
     SyncRandom,
     Threads,
     UploadPlan,
@@ -134,12 +137,18 @@ class Client:
         self.blocking = self.config.blocking
         self.arena = Arena(self.state)
         self.waiting = Waiting(
-            self.state, on_wake=self.look, over_bound=lambda: self.writer.pressure() is not Pressure.NONE
+            self.state,
+            on_wake=self.look,
+            on_block=self._on_block,
+            over_bound=lambda: self.writer.pressure() is not Pressure.NONE,
         )
         self.writer = Writer(self.state, self.config, in_loop=in_event_loop, while_waiting=self.check)
         self.failures = Failures(self)
         self.pid = os.getpid()
         self.closed = False
+        # Refs below are of pools that have ended, or of the process that forked this one.
+        self.first_ref = next_ref()
+        self._error: PoolError | None = None
         self._plan_ids = itertools.count(FIRST_PLAN)
         self._lock = threading.RLock()
         self._meshes: dict[DeviceMesh, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
@@ -148,7 +157,9 @@ class Client:
         self._in_upload: deque[tuple[int, Any]] = deque()
         self.slots = Slots(self.state)
         self._tokens = itertools.count()
-        self._replies: dict[int, Any] = {}
+        self._replies: dict[tuple[int, int], Any] = {}
+        # Held until messages are taken in, not only read: who looks next must find what another thread has read.
+        self._drain_lock = threading.RLock()
         # How many random draws the generator of each executor has seen; they agree while the numbers do.
         self._random: dict[int, int] = {}
         self._random_latest = 0
@@ -158,7 +169,8 @@ class Client:
     # -- executors and meshes -----------------------------------------------------------------------------------
 
     def ensure(self, n: int) -> None:
-        """Executors 0 to n - 1 exist and read the ring."""
+        """Executors 0 to n - 1 exist, or are on their way: commands are written meanwhile, and whoever waits for a
+        value learns of a start that failed. So no event loop is held up by it."""
         if n <= len(self.writer.readers):
             return
         with self._lock:
@@ -168,7 +180,7 @@ class Client:
             for e in range(have, n):
                 self.writer.add_reader(e)
             try:
-                self.pool.ensure(n)
+                self.pool.request(n)
             except BaseException:
                 for e in range(have, n):
                     self.writer.remove_reader(e)
@@ -179,6 +191,11 @@ class Client:
                 for e in range(have, n):
                     self._random[e] = 0 if not self._random_latest else -1
             self.send(Threads(self.pool.threads_for(n)))
+
+    def start(self, n: int) -> None:
+        """As :meth:`ensure`, and wait until they are ready."""
+        self.ensure(n)
+        self.pool.ensure(n)
 
     def send(self, message: object, *, sync: bool = False) -> None:
         """Publish a control message to every executor."""
@@ -199,6 +216,10 @@ class Client:
                 self.send(DefineMesh(id, hosts))
                 found = self._meshes[mesh] = (id, hosts, tuple(sorted(set(hosts))))
         return found
+
+    def mesh_of(self, id: int) -> DeviceMesh | None:
+        """The mesh that the executors know as `id`."""
+        return next((mesh for mesh, known in tuple(self._meshes.items()) if known[0] == id), None)
 
     def hosts(self, mesh: DeviceMesh) -> tuple[int, ...]:
         """The executor of every rank of `mesh`."""
@@ -333,6 +354,7 @@ class Client:
 
         `spec` must not be Partial where `data` is wanted. With `rank`, the piece of that rank alone.
         """
+        self.refuse_lost(ref)
         key = (spec, data, rank)
         plan = self._fetches.get(key)
         if plan is None:
@@ -379,9 +401,12 @@ class Client:
             if block is not None:
                 self.arena.free(block)
 
+        def is_done() -> bool:
+            return ticket.is_done() or self.closed
+
         def resolve() -> torch.Tensor | None:
-            if not ticket.answered():
-                # Not done, and yet resolved: the pool has died.
+            if self.closed or not ticket.answered():
+                # Not done, and yet resolved: the pool has ended.
                 self.slots.give(ticket, free_block)
                 self.check()
             if ticket.failed():
@@ -398,54 +423,94 @@ class Client:
         def abandon() -> None:
             self.slots.give(ticket, free_block)
 
-        return TensorFuture(ticket.is_done, resolve, self.waiting, abandon)
+        return TensorFuture(is_done, resolve, self.waiting, abandon)
 
-    def ask(self, message_for: Callable[[int], object], executors: Iterable[int]) -> list[Any]:
-        """Send one message per executor, each with a token, and wait for their replies, in that order."""
-        tokens = []
-        for _ in executors:
-            token = next(self._tokens)
-            tokens.append(token)
-            self.send(message_for(token), sync=True)
-        out = []
-        for token in tokens:
-            deadline = time.monotonic() + 60
-            while token not in self._replies:
-                self.drain()
-                self.check()
-                if time.monotonic() > deadline:
-                    raise PoolError("an executor has not answered within 60 s")
-                time.sleep(0.0002)
-            out.append(self._replies.pop(token))
-        return out
+    def ask(self, message_for: Callable[[int], object], executor: int) -> Any:
+        """Send a message with a token, which `executor` answers; waits for the answer."""
+        token = next(self._tokens)
+        self.send(message_for(token), sync=True)
+        return self._answers([(executor, token)])[0]
+
+    def ask_all(self, message_for: Callable[[int], object], executors: tuple[int, ...]) -> list[Any]:
+        """Send one message with a token, which all `executors` answer; their answers in that order."""
+        token = next(self._tokens)
+        self.send(message_for(token), sync=True)
+        return self._answers([(e, token) for e in executors])
+
+    def _answers(self, keys: list[tuple[int, int]]) -> list[Any]:
+        while not all(key in self._replies for key in keys):
+            self.drain()
+            self.check()
+            time.sleep(0.0002)
+        return [self._replies.pop(key) for key in keys]
 
     # -- replies and failures -----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take in what executors have told."""
-        for reader in self.pool.replies():
-            for data in reader.drain():
-                message = decode(data)
-                if isinstance(message, ErrorReport):
-                    self.failures.add(message)
-                elif isinstance(message, Reply) and message.token == -1:
-                    self.failures.fail_slot(*message.value)
-                elif isinstance(message, Reply):
-                    self._replies[message.token] = message.value
+        """Take in what executors have told. What was told before this began is known when it returns."""
+        with self._drain_lock:
+            for executor, reader in enumerate(self.pool.replies()):
+                for data in reader.drain():
+                    message = decode(data)
+                    if isinstance(message, Reply):
+                        self._replies[executor, message.token] = message.value
+                    else:
+                        self.failures.add(message)
 
     def look(self) -> None:
         """Whatever a waiter may need to learn between two looks at its status word; never raises."""
         if not self.closed:
-            self.pool.check()
+            if not self.pool.check():
+                self.writer.refuse()
             self.drain()
 
     def check(self) -> None:
         """Raise if the pool is closed or an executor died."""
         if self.closed:
-            raise PoolError("the pool was shut down; the next use of dtorch starts a fresh one")
+            raise self._error or PoolError("the pool was shut down; the next use of dtorch starts a fresh one")
         if self.control[DEAD] or not self.pool.check():
+            self.writer.refuse()
             self.drain()
-            raise self.pool.error() or PoolError("the pool has ended; dtorch.restart() starts a fresh one")
+            raise self._death()
+
+    def _death(self) -> PoolError:
+        """Why the pool has ended. The word may be seen a moment before the reason is read."""
+        deadline = time.monotonic() + 0.5
+        while True:
+            error = self.pool.error()
+            if error is not None:
+                return error
+            if time.monotonic() > deadline:
+                return PoolError("the pool has ended; dtorch.restart() starts a fresh one")
+            time.sleep(0.002)
+
+    def refuse_lost(self, ref: int) -> None:
+        """Raise if `ref` is of a pool that has ended.
+
+        Raises:
+            TensorLostError: it is.
+        """
+        if ref < self.first_ref:
+            raise self.failures.error(LOST_WITH_POOL)
+
+    def clear_errors(self) -> None:
+        """Values that writes have not reached, their input having failed, stand again where every rank kept them."""
+        self.drain()
+        readers = self.writer.readers
+        answers = self.ask_all(ClearErrors, readers)
+        kept_by: dict[int, set[int]] = {}
+        meshes: dict[int, int] = {}
+        for executor, answer in zip(readers, answers, strict=True):
+            for ref, mesh, whole in answer:
+                meshes[ref] = mesh
+                kept_by.setdefault(ref, set()).update((executor,) if whole else ())
+        holders = {id: executors for id, _, executors in tuple(self._meshes.values())}
+        kept = tuple(ref for ref, by in kept_by.items() if by.issuperset(holders[meshes[ref]]))
+        self.send(Settle(kept, tuple(kept_by.keys() - set(kept))))
+
+    def _on_block(self) -> None:
+        if not self.blocking:
+            on_block()
 
     # -- random numbers -----------------------------------------------------------------------------------------
 
@@ -483,7 +548,7 @@ class Client:
         """The generator's state, as torch's CPU generator gives it."""
         self.ensure(1)
         root = next(e for e, v in self._random.items() if v == self._random_latest)
-        return self.ask(lambda token: SendRandom(root, token), (root,))[0]
+        return self.ask(lambda token: SendRandom(root, token), root)
 
     def set_random_state(self, state: bytes) -> None:
         """Every generator continues from `state`."""
@@ -496,7 +561,7 @@ class Client:
         """``DTORCH_BLOCKING=1``: wait for all that was issued, and fail where it stands."""
         self.sync().get()
         self.drain()
-        self.failures.raise_newest()
+        self.failures.raise_first()
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -519,14 +584,24 @@ class Client:
         """End the executors; idempotent."""
         if self.closed:
             return
-        self.closed = True
         if self.pid == os.getpid():
+            self._error = self.pool.error()
+            self.closed = True
             try:
                 self.drain()
             except Exception:
                 log.debug("replies could not be read at exit", exc_info=True)
             self.pool.shutdown()
             self.failures.summary()
+
+    def forked(self) -> None:
+        """In a forked child: let go of what is the parent's."""
+        self._error = PoolError(
+            f"this value belongs to process {self.pid}, which forked this one ({os.getpid()}): executors cannot be "
+            "shared by two clients. New tensors made here get a pool of their own; take what you need of old ones "
+            "with t.to_torch() before the fork"
+        )
+        self.closed = True
 
 
 def _dense(spec: TensorSpec) -> bool:
@@ -547,12 +622,10 @@ def client() -> Client:
     """The pool in use, started on first use."""
     global _current
     found = _current
-    if found is not None and found.pid == os.getpid():
+    if found is not None:
         return found
     with _start_lock:
-        if _current is None or _current.pid != os.getpid():
-            for callback in _closing:
-                callback()
+        if _current is None:
             _current = Client()
         return _current
 
@@ -572,4 +645,17 @@ def close() -> None:
         found.close()
 
 
+def _forked() -> None:
+    """In a forked child no plan, pool or ref of the parent is used; the next use starts a pool of the child's own."""
+    global _current, _start_lock
+    found, _current = _current, None
+    _start_lock = threading.Lock()
+    freed.clear()
+    if found is not None:
+        found.forked()
+        for callback in _closing:
+            callback()
+
+
+os.register_at_fork(after_in_child=_forked)
 atexit.register(close)

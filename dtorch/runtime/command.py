@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cloudpickle
 
@@ -29,11 +29,15 @@ __all__ = [
     "CONTROL",
     "FIRST_PLAN",
     "FREE",
+    "LOST_WITH_POOL",
+    "LOST_WRITE",
     "WRAP",
     "CallPlan",
+    "Cause",
     "ClearErrors",
     "DefineMesh",
     "ErrorReport",
+    "FetchFailed",
     "FetchPlan",
     "In",
     "LocalCall",
@@ -45,6 +49,7 @@ __all__ = [
     "Reply",
     "Seed",
     "SendRandom",
+    "Settle",
     "SyncRandom",
     "Threads",
     "UploadPlan",
@@ -61,6 +66,9 @@ PLAN_MASK = (1 << LENGTH_SHIFT) - 1
 
 # States of a status word: generation << 2 | state.
 PENDING, DONE, FAILED = 0, 1, 2
+
+# Blamed in place of a command: a value is gone with the pool it lay in, or only part of it was written.
+LOST_WITH_POOL, LOST_WRITE = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,7 @@ class CallPlan:
         text: the call as shown in errors.
         draws: whether it takes random numbers. All ranks draw the same, and an executor's generator moves once.
         lists: whether the operator returns lists of tensors.
+        layouts: where it draws, shape and dtype of every input, per rank: what to draw for should an input fail.
     """
 
     plan: int
@@ -135,6 +144,7 @@ class CallPlan:
     text: str
     draws: bool = False
     lists: bool = False
+    layouts: tuple[tuple[tuple[tuple[int, ...], Any], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +249,18 @@ class Threads:
 
 @dataclass(frozen=True, slots=True)
 class ClearErrors:
-    """``clear_errors``: targets of writes that were not done become readable again; each executor replies with
-    their refs, under `token`."""
+    """``clear_errors``: each executor replies, under `token`, with the values that writes have not reached: a list of
+    (ref, mesh id, whether it was left untouched)."""
 
     token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The end of ``clear_errors``: which refs have their values again, and which are lost."""
+
+    kept: tuple[int, ...]
+    lost: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +268,9 @@ class ErrorReport:
     """What an executor tells of a failure when it happens.
 
     `sequence` names the command that failed: the position of its record in the ring, in words since the pool began.
+    `ordinal` is how many commands came before it, `mesh` the id of the mesh whose `rank` failed (0: of none).
     """
 
-    kind: ClassVar[str] = "error"
     sequence: int
     executor: int
     rank: int | None
@@ -263,13 +281,33 @@ class ErrorReport:
     notes: tuple[str, ...]
     traceback: str
     text: str
+    mesh: int = 0
+    pid: int = 0
+    ordinal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Command `sequence` went wrong because its input had: blame `cause`."""
+
+    sequence: int
+    cause: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The fetch into `slot` (its word index), in its use `generation`, met a value that command `sequence` failed
+    to make."""
+
+    slot: int
+    generation: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The answer to a command that asked for one, under the token it gave."""
 
-    kind: ClassVar[str] = "reply"
     token: int
     value: Any
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import sys
+import threading
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 
-from ..errors import RemoteError, TensorLostError, remote
-from .command import ErrorReport
+from ..errors import DtorchError, RemoteError, TensorLostError, remote
+from .command import LOST_WITH_POOL, LOST_WRITE, Cause, ErrorReport, FetchFailed
 
 if TYPE_CHECKING:
     from .client import Client
 
-__all__ = ["Failures", "internal_files", "site_of", "user_frame"]
+__all__ = ["Failures", "internal_files", "site_of", "user_frame", "with_site"]
 
 log = logging.getLogger("dtorch")
 
@@ -39,10 +41,13 @@ def is_internal(filename: str) -> bool:
     """Whether a line of `filename` is torch's or dtorch's own."""
     found = internal_files.get(filename)
     if found is None:
-        found = internal_files[filename] = filename.startswith((_OURS, _TORCH, "<"))
         if filename.startswith("<"):
-            # "<stdin>", "<ipython-input…>" are the user's; "<frozen…>", "<string>", "<dtorch plan>" are not.
-            found = internal_files[filename] = filename.startswith(("<frozen", "<string", "<dtorch"))
+            # "<stdin>", "<ipython-input…>" are the user's, and "<string>" is where that is the program (python -c);
+            # else it is what dataclasses and their like generate.
+            found = filename.startswith(("<frozen", "<dtorch")) or (filename == "<string>" and sys.argv[:1] != ["-c"])
+        else:
+            found = filename.startswith((_OURS, _TORCH))
+        internal_files[filename] = found
     return found
 
 
@@ -62,8 +67,31 @@ def site_of(code: CodeType, instruction: int) -> str:
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
             line = number
-    path = os.path.relpath(code.co_filename) if os.path.isabs(code.co_filename) else code.co_filename
-    return f"{path}:{line} in {code.co_name}"
+    return f"{code.co_filename.removeprefix(os.getcwd() + os.sep)}:{line} in {code.co_name}"
+
+
+def with_site(error: Exception) -> Exception:
+    """`error`, of a call that is about to be refused, with the user's line: in the message of dtorch's own errors, in
+    a note of torch's, whose words stay its own."""
+    frame = user_frame(sys._getframe(1))
+    site = site_of(frame.f_code, frame.f_lasti)
+    if isinstance(error, DtorchError) and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n  {site}",)
+    else:
+        error.add_note(f"  {site}")
+    return error
+
+
+_LOST = {
+    LOST_WITH_POOL: (
+        "the value of this tensor ended with the pool it lay in (after dtorch.shutdown() or restart(), or, in a forked "
+        "process, it is the parent's). Make it anew, or load a checkpoint"
+    ),
+    LOST_WRITE: (
+        "the value of this tensor is lost: a write to it failed after some of it was written, so neither the old value "
+        "nor the new one stands.\n  Write:  t.copy_(value), or load a checkpoint"
+    ),
+}
 
 
 class Failures:
@@ -73,9 +101,14 @@ class Failures:
         self._client = client
         self.codes: list[CodeType | None] = [None] * SITES
         self.instructions = [0] * SITES
-        self._reports: dict[int, ErrorReport] = {}
+        self._lock = threading.Lock()
+        # By the command that failed; with each report, the site it was issued at.
+        self._reports: dict[int, tuple[ErrorReport, str]] = {}
         self._asked: set[int] = set()
-        self._slots: dict[tuple[int, int], tuple[int | None, int]] = {}
+        # Command whose input had failed -> the command to blame for that.
+        self._causes: dict[int, int] = {}
+        # Slot -> its use, and the commands blamed by the executors that answered.
+        self._slots: dict[int, tuple[int, list[int]]] = {}
 
     def note(self, position: int, frame: FrameType) -> None:
         """Remember that the command at `position` was issued from `frame`."""
@@ -84,60 +117,67 @@ class Failures:
         self.codes[k] = f.f_code
         self.instructions[k] = f.f_lasti
 
-    def add(self, report: ErrorReport) -> None:
+    def add(self, message: ErrorReport | Cause | FetchFailed) -> None:
         """Take in what an executor told."""
-        # The same failure on several ranks is one failure: the first report stands for it.
-        self._reports.setdefault(report.sequence, report)
-
-    def fail_slot(self, slot: int, generation: int, sequence: int | None, before: int) -> None:
-        """A fetch into `slot` met a poisoned value."""
-        self._slots.setdefault((slot, generation), (sequence, before))
+        with self._lock:
+            if isinstance(message, ErrorReport):
+                # The same failure on several ranks is one failure: the first report stands for it.
+                if message.sequence not in self._reports:
+                    self._reports[message.sequence] = (message, self.site(message.sequence))
+            elif isinstance(message, Cause):
+                found = self._causes.get(message.sequence, message.cause)
+                self._causes[message.sequence] = min(found, message.cause)
+            else:
+                generation, blamed = self._slots.get(message.slot, (0, []))
+                if generation != message.generation:
+                    blamed = []
+                    self._slots[message.slot] = (message.generation, blamed)
+                blamed.append(message.sequence)
 
     def of_slot(self, slot: int, generation: int) -> BaseException:
-        """The error behind a failed fetch."""
-        client = self._client
-        client.drain()
-        found = self._slots.pop((slot, generation), None)
-        if found is None:
-            return RemoteError("a value could not be computed, and its executor gave no reason")
-        sequence, before = found
-        if sequence is None:
-            # A peer told of it in a collective: the cause is the last failure before that.
-            earlier = [s for s in self._reports if s <= before]
-            if not earlier:
-                return RemoteError("a value could not be computed: a peer failed and gave no reason")
-            sequence = max(earlier)
-        return self.error(sequence)
+        """The error behind a failed fetch: of all that its executors blame, the first."""
+        self._client.drain()
+        with self._lock:
+            found = self._slots.get(slot, (0, []))
+            blamed = found[1] if found[0] == generation else []
+            if not blamed:
+                return RemoteError("a value could not be computed, and its executor gave no reason")
+            roots = {self._root(s) for s in blamed}
+            self._asked |= roots
+        return self.error(min(roots))
+
+    def _root(self, sequence: int) -> int:
+        """What is to blame for the failure of command `sequence`."""
+        while (cause := self._causes.get(sequence)) is not None:
+            sequence = cause
+        return sequence
 
     def error(self, sequence: int) -> BaseException:
         """The failure of command `sequence` as an exception of its original type."""
-        report = self._reports.get(sequence)
-        if report is None:
+        if sequence in _LOST:
+            return TensorLostError(_LOST[sequence])
+        found = self._reports.get(sequence)
+        if found is None:
             return RemoteError("a value could not be computed; the report of the failure was lost")
         self._asked.add(sequence)
-        return self._exception(report)
+        return self._exception(*found)
 
-    def _exception(self, report: ErrorReport) -> BaseException:
+    def _exception(self, report: ErrorReport, site: str) -> BaseException:
         kind: type[BaseException] = RuntimeError
         try:
             kind = cloudpickle.loads(report.type_bytes)
         except Exception:
             log.debug("the type of a remote error could not be read", exc_info=True)
-        if kind is KeyError and "ref" in report.notes:
-            kind = TensorLostError
-        cls = kind if issubclass(kind, TensorLostError) else remote(kind)
         try:
             arguments: tuple[Any, ...] = pickle.loads(report.arguments)
         except Exception:
             arguments = (report.message,)
-        error = cls(*arguments)
-        site = self.site(report.sequence)
-        where = f" on rank {report.rank}" if report.rank is not None else ""
+        error = remote(kind)(*arguments)
         for note in report.notes:
             error.add_note(note)
-        error.add_note(f"  in {report.text}{where} (executor {report.executor})")
+        error.add_note(f"  in {report.text} {self._where(report)}")
         if site:
-            error.add_note(f"  issued at {site}")
+            error.add_note(f"  issued at {site}, {self._ago(report)}")
         error.add_note(report.traceback.rstrip())
         if isinstance(error, RemoteError):
             error.rank = report.rank
@@ -146,7 +186,18 @@ class Failures:
             error.executor_traceback = report.traceback
         return error
 
-    def raise_newest(self) -> None:
+    def _where(self, report: ErrorReport) -> str:
+        process = f"executor {report.executor}, pid {report.pid}"
+        mesh = self._client.mesh_of(report.mesh)
+        if report.rank is None or mesh is None:
+            return f"on {process}"
+        return f"on rank {report.rank} ({mesh.device_type}:{mesh.ids[report.rank]}, {process})"
+
+    def _ago(self, report: ErrorReport) -> str:
+        n = max(0, self._client.writer.issued - report.ordinal - 1)
+        return f"{n:,} command{'' if n == 1 else 's'} before this was asked for"
+
+    def raise_first(self) -> None:
         """Raise the oldest failure that nobody has asked for yet, if there is one."""
         for sequence in sorted(self._reports):
             if sequence not in self._asked:
@@ -162,15 +213,18 @@ class Failures:
 
     def summary(self) -> None:
         """Log, once, the failures that nobody asked for."""
-        untold = [r for s, r in sorted(self._reports.items()) if s not in self._asked]
+        with self._lock:
+            untold = [found for s, found in sorted(self._reports.items()) if s not in self._asked]
+            self._asked |= set(self._reports)
         if untold:
-            first = untold[0]
+            first, site = untold[0]
             log.error(
-                "%d failed operation%s whose value nobody asked for; the first: %s: %s, in %s, issued at %s",
+                "%d failed operation%s whose value nobody asked for; the first: %s: %s, in %s %s, issued at %s",
                 len(untold),
                 "" if len(untold) == 1 else "s",
                 first.type_name,
                 first.message,
                 first.text,
-                self.site(first.sequence) or "an unknown line",
+                self._where(first),
+                site or "an unknown line",
             )

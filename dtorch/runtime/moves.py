@@ -105,7 +105,9 @@ def _define(c: Client, pairs: tuple[tuple[TensorSpec, TensorSpec], ...]) -> _Mov
         if all(p is not None for p in parts):
             programs[e] = tuple(parts)
     text = ", ".join(f"{s.describe()} -> {list(d.placements)}" for s, d in pairs[:3])
-    c.send(RedistributePlan(move.id, source, target, programs, n, f"redistribute({text})"))
+    text = f"redistribute({text})"
+    c.send(RedistributePlan(move.id, source, target, programs, n, text))
+    c.pool.name_plan(move.id, text)
     move.bytes_moved = sum(p.bytes_moved for p in plans)
     move.kinds = tuple(k for p in plans for k in p.kinds)
     return move
@@ -130,6 +132,8 @@ def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
     c.issue(move, [*ids, *(t._ref for t, _ in pairs)])
     for observe in observers:
         observe(move.kinds, move.bytes_moved)
+    if c.blocking:
+        c.wait_here()
     return [wrap(target, ref_type(target)(i)) for i, (_, target) in zip(ids, pairs, strict=True)]
 
 

@@ -22,6 +22,7 @@ from ..spec import TensorSpec
 from . import client as _client
 from .client import Client, ref_type
 from .command import CallPlan, In, LocalCall, NumberIn
+from .failures import with_site
 from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
 
 __all__ = ["auto_redistribute_on", "decide", "define", "forget", "may_move"]
@@ -99,9 +100,13 @@ def decide(
     numbers: list[Num] = []
     spec_args = tuple(_numbered(specs_of(a, cls), free[i], numbers) for i, a in enumerate(args))
     spec_kwargs = {k: _numbered(specs_of(v, cls), free[sig.index[k]], numbers) for k, v in kwargs.items()}
-    outs = infer(op.func, _plain(spec_args), {k: _plain(v) for k, v in spec_kwargs.items()})
-    call = Call(op.func, spec_args, spec_kwargs, outs, mesh=mesh, placements=placements)
-    plan = sharding.propagate(call, auto=may_move())
+    try:
+        outs = infer(op.func, _plain(spec_args), {k: _plain(v) for k, v in spec_kwargs.items()})
+        call = Call(op.func, spec_args, spec_kwargs, outs, mesh=mesh, placements=placements)
+        plan = sharding.propagate(call, auto=may_move())
+    except Exception as error:
+        with_site(error)
+        raise
     return call, plan, numbers
 
 
@@ -168,6 +173,11 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
     plan.view = view
     plan.draws = torch.Tag.nondeterministic_seeded in func.tags
     unique = tuple(_local(c, index, view) for c in decided.calls)
+    text = describe(call)
+    layouts = ()
+    if plan.draws:
+        ranks = range(call.mesh.nranks)
+        layouts = tuple(tuple((spec.local_shape(r), spec.dtype) for spec in call.specs) for r in ranks)
     client.send(
         CallPlan(
             plan.id,
@@ -178,11 +188,13 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
             kinds,
             tuple(new),
             writes,
-            describe(call),
+            text,
             plan.draws,
             lists > 0,
+            layouts,
         )
     )
+    client.pool.name_plan(plan.id, text)
     plan.news = sum(new)
     if len(shape) == 1 and shape[0][0] == "new":
         out = decided.outs[0]

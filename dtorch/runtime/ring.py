@@ -124,6 +124,7 @@ class Writer:
         self._in_loop = in_loop
         self._soft = config.run_ahead_soft
         self._hard = config.run_ahead_hard
+        self._refused = False
 
     def add_reader(self, executor: int) -> None:
         """Let `executor` read from here on. Call before it starts, or it may miss records."""
@@ -141,6 +142,12 @@ class Writer:
         with self.lock:
             self.readers = tuple(e for e in self.readers if e != executor)
 
+    def refuse(self) -> None:
+        """The pool has died: whoever writes next learns of it by :meth:`make_room`, which raises."""
+        # Without the lock: a thread that holds it may be the one that learns of the death.
+        self._refused = True
+        self.limit = 0
+
     def behind(self) -> int:
         """How many commands the slowest executor has still to consume."""
         return run_ahead(self.issued, [self.control[executor_line(e) + EXECUTOR_DONE] for e in self.readers])
@@ -156,27 +163,41 @@ class Writer:
     def make_room(self, nwords: int) -> int:
         """Make sure a record of `nwords` may be written, ending the lap if it does not fit; the head to write at.
 
-        The caller holds :attr:`lock`. Waits while a bound is reached.
+        The caller holds :attr:`lock`. Waits while a bound is reached, and lets go of the lock meanwhile: a thread that
+        runs an event loop is to raise, not to wait for this one.
 
         Raises:
             ValueError: no ring of this size can hold the record.
             RunAheadError: a bound is reached inside a running event loop.
             PoolError: the pool died meanwhile.
         """
+        if self._refused:
+            self.while_waiting()
+            self._refuse_if_dead()
         if nwords > self.words // 2:
             raise ValueError(
                 f"a command of {8 * nwords} bytes does not fit a ring of {8 * self.words} bytes (at most half of it); "
                 f"raise it: dtorch.configure(ring_bytes={1 << (16 * nwords - 1).bit_length()})"
             )
-        head = self.head
-        lap_end = (head | self.mask) + 1
-        skipped = lap_end - head if head + nwords > lap_end else 0
-        slowest = self._wait_for_room(skipped + nwords)
+        tries = 0
+        while True:
+            # Anew each time: other threads write while this one waits.
+            head = self.head
+            lap_end = (head | self.mask) + 1
+            skipped = lap_end - head if head + nwords > lap_end else 0
+            slowest, behind = self._slowest(), self.behind()
+            full = head + skipped + nwords - slowest > self.words
+            if not full and pressure(behind, self._soft, self._hard) is not Pressure.HARD:
+                break
+            self._wait_for_room(tries, full, behind)
+            tries += 1
         if skipped:
             self.ring[head & self.mask] = WRAP | skipped << 32
             head = self.head = lap_end
             lap_end += self.words
-        self.limit = min(lap_end, headroom(head, slowest, self.words, self.behind(), self._hard))
+        self.limit = min(lap_end, headroom(head, slowest, self.words, behind, self._hard))
+        if self._refused:
+            self.limit = 0
         return head
 
     def begin(self, nwords: int) -> int:
@@ -243,29 +264,25 @@ class Writer:
         control = self.control
         return min((control[executor_line(e) + EXECUTOR_READ] for e in self.readers), default=self.head)
 
-    def _wait_for_room(self, nwords: int) -> int:
-        """Wait until `nwords` may be written at the head; the slowest read index then."""
-        tries = 0
-        while True:
-            slowest = self._slowest()
-            behind = self.behind()
-            full = self.head + nwords - slowest > self.words
-            if not full and pressure(behind, self._soft, self._hard) is not Pressure.HARD:
-                return slowest
-            self.while_waiting()
-            self._refuse_if_dead()
-            self.wake(self.readers, sync=True)
-            tries += 1
-            if tries <= _YIELDS:
+    def _wait_for_room(self, tries: int, full: bool, behind: int) -> None:
+        """Give executors a moment to make room, the lock let go; the `tries`-th time."""
+        self.while_waiting()
+        self._refuse_if_dead()
+        self.wake(self.readers, sync=True)
+        if tries >= _YIELDS and self._in_loop():
+            bound = "the command ring is full" if full else f"the hard run-ahead bound is {self._hard:,}"
+            raise RunAheadError(
+                f"{behind:,} commands were issued inside a running event loop without awaiting any ({bound}); "
+                "await something now and then, for example:  await t.ready()"
+            )
+        self.lock.release()
+        try:
+            if tries < _YIELDS:
                 os.sched_yield()
-            elif self._in_loop():
-                bound = "the command ring is full" if full else f"the hard run-ahead bound is {self._hard:,}"
-                raise RunAheadError(
-                    f"{behind:,} commands were issued inside a running event loop without awaiting any ({bound}); "
-                    "await something now and then, for example:  await t.ready()"
-                )
             else:
                 time.sleep(0.001)
+        finally:
+            self.lock.acquire()
 
     def _refuse_if_dead(self) -> None:
         fault = failure(self.control[DEAD])

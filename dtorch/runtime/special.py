@@ -254,6 +254,8 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
         return _masked(func, args, kwargs)
     c = client()
     c.check()
+    for t in proxies:
+        c.refuse_lost(t._ref)
     if len(op.plans) > c.config.plan_cache:
         op.plans.pop(next(iter(op.plans)))
     call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor)

@@ -1,0 +1,89 @@
+"""Calls that stop a running event loop while they wait: told once per place, or refused.
+
+``item()``, ``to_torch()``, ``print`` and their kin wait in the calling thread. Inside a coroutine that stops every
+other task of the loop as well, and an ``await`` would not have.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextvars import ContextVar
+from types import CodeType, FrameType
+
+from ..errors import BlockingCallError, BlockingCallWarning
+from .failures import site_of, user_frame
+from .waiting import in_event_loop
+
+__all__ = ["on_block", "strict"]
+
+strict: ContextVar[bool] = ContextVar("dtorch_strict", default=False)
+"""Whether a blocking call inside a running event loop is an error in this context."""
+
+# Function of dtorch that the user called -> what to write instead.
+_INSTEAD = {
+    "item": "(await t).item()",
+    "tolist": "(await t).tolist()",
+    "numpy": "(await t).numpy()",
+    "__array__": "(await t).numpy()",
+    "__repr__": "print(await t)",
+    "__format__": "f\"{await t}\"",
+    "__bool__": "if await t:",
+    "__float__": "float(await t)",
+    "__int__": "int(await t)",
+    "__index__": "int(await t)",
+    "__complex__": "complex(await t)",
+    "__contains__": "x in await t",
+    "to_torch": "await t",
+    "full_tensor": "await t",
+    "__deepcopy__": "await t",
+    "__reduce_ex__": "torch.save(await t, …)",
+    "get": "await future",
+    "result": "await future",
+    "wait": "await future",
+    "wait_for": "with anyio.move_on_after(seconds): await future",
+    "exception": "await future",
+    "sync": "await Graph.sync_async()",
+}
+_told: set[tuple[CodeType, int]] = set()
+
+
+def on_block() -> None:
+    """The calling thread is about to wait: where it runs an event loop, warn once per call site.
+
+    Raises:
+        BlockingCallError: in strict mode.
+    """
+    if not in_event_loop() or (_in_notebook() and not strict.get()):
+        return
+    frame = user_frame(sys._getframe(1))
+    key = (frame.f_code, frame.f_lasti)
+    if not strict.get() and key in _told:
+        return
+    called = _called(frame)
+    text = (
+        f"{called}() waits for a value and stops the running event loop meanwhile, and all its tasks with it.\n"
+        f"  Write:  {_INSTEAD.get(called, 'await t')}\n  {site_of(frame.f_code, frame.f_lasti)}"
+    )
+    if strict.get():
+        raise BlockingCallError(text)
+    warnings.warn_explicit(text, BlockingCallWarning, frame.f_code.co_filename, frame.f_lineno)
+    _told.add(key)
+
+
+def _called(user: FrameType) -> str:
+    """The name of the function that `user` called."""
+    frame: FrameType | None = sys._getframe(1)
+    known = name = ""
+    while frame is not None and frame is not user:
+        name = frame.f_code.co_name
+        known = name if name in _INSTEAD else known
+        frame = frame.f_back
+    return known or name
+
+
+def _in_notebook() -> bool:
+    """Whether IPython runs: its cells are plain code, though a loop may be running around them."""
+    ipython = sys.modules.get("IPython")
+    get = getattr(ipython, "get_ipython", None)
+    return get is not None and get() is not None
