@@ -22,8 +22,8 @@ from ..spec import TensorSpec
 from . import client as _client
 from .client import Client, ref_type
 from .command import CallPlan, In, LocalCall, NumberIn
-from .failures import with_site
 from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
+from .failures import with_site
 
 __all__ = ["auto_redistribute_on", "decide", "define", "forget", "may_move"]
 

@@ -361,7 +361,7 @@ def test_failures_nobody_asked_for_are_summed_up_once() -> None:
     """)
     assert done.stdout == "asked\n"
     assert done.stderr.count("nobody asked for") == 1
-    assert re.search(r"3 failed operations .* IndexError: index out of range in self, in embedding\(weight", done.stderr)
+    assert re.search(r"3 failed operations .* IndexError: index out of range in self, in embedding\(", done.stderr)
     assert "issued at <string>:7 in <module>" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -418,7 +418,8 @@ def test_a_killed_executor(breaks_the_pool: None, mesh: dtorch.DeviceMesh) -> No
     assert len(outcome) == 1 and isinstance(outcome[0], dtorch.ExecutorDiedError)
     text = str(caught.value)
     assert f"pid {pids[1]}" in text and "SIGKILL" in text and "about to be shot" in text and "restart()" in text
-    for use in (lambda: good + 1, good.to_torch, lambda: dtorch.ones(2), lambda: good.redistribute(placements=[Shard(0)])):
+    uses: list[Callable[[], Any]] = [lambda: good + 1, good.to_torch, lambda: dtorch.ones(2), good.relu]
+    for use in (*uses, lambda: good.redistribute(placements=[Shard(0)])):
         with pytest.raises((dtorch.ExecutorDiedError, dtorch.TensorLostError)):
             use()
     dtorch.restart()
@@ -725,4 +726,5 @@ def test_the_watchdog_names_the_operator() -> None:
         """,
         DTORCH_WATCHDOG="0.3",
     )
-    assert re.search(r"dtorch: executor 0 \(pid \d+\) has been in \w*svd\(A float32\[16, 16\]", done.stderr), done.stderr
+    wanted = r"dtorch: executor 0 \(pid \d+\) has been in \w*svd\(A float32\[16, 16\]"
+    assert re.search(wanted, done.stderr), done.stderr
