@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from . import graph
 from ._tensor import Tensor, choose_mesh
@@ -471,6 +472,8 @@ def _route(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
 
 def install() -> None:
     """Put the routing factories into torch's namespace. They do nothing outside ``with dtorch.device_mesh(…)``."""
+    # torch lists what ``with torch.device(…)`` concerns when that is first used: the originals, not these.
+    _device_constructors()
     for name, ours in _ROUTED.items():
         original = getattr(torch, name)
         if not hasattr(original, "_dtorch_original"):

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigError, DeviceMeshError
+from .gpus import count as gpu_count
 from .interning import Interned
 
 if TYPE_CHECKING:
@@ -378,7 +379,7 @@ def _check_gpus(call: str, highest: int) -> None:
                 f"set {SIMULATED_GPUS}={highest + 1} for more"
             )
         return
-    have = _torch().cuda.device_count()
+    have = gpu_count()
     if highest >= have:
         there = {0: "no GPU", 1: "1 GPU, cuda:0"}.get(have, f"{have} GPUs, cuda:0 to cuda:{have - 1}")
         raise DeviceMeshError(

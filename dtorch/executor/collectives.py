@@ -1,4 +1,7 @@
-"""How executors reach each other: shared memory, or gloo where that is asked for.
+"""How executors reach each other: shared memory, or gloo where that is asked for; NCCL between GPUs.
+
+Groups of CPU executors use shared memory (or gloo), groups of GPU executors NCCL. Groups of both, and GPUs where torch
+has no NCCL, go through shared memory by way of the host, which waits for the GPU's part.
 
 The only user of torch's process groups. They are built directly on a private store, with no global world, so that
 meshes can come and go; nothing listens on a public address.
@@ -6,11 +9,12 @@ meshes can come and go; nothing listens on a public address.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,13 +25,14 @@ from torch import Tensor
 
 from ..program import SLOT_BYTES, Cut, pad, region_bytes
 from ..runtime.shared import ABORT
+from .device import DeviceError
 from .reducing import reducer
 from .shm_collectives import Aborted, Group, narrow
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
-__all__ = ["Comm", "GlooGroup", "Solo"]
+__all__ = ["Comm", "GlooGroup", "HostGroup", "NcclGroup", "Solo"]
 
 _TIMEOUT = timedelta(hours=24)
 
@@ -176,18 +181,132 @@ class GlooGroup(Group):
         mine = tempfile.mkdtemp(prefix="dtorch-") if self.me == 0 else None
         try:
             where = self.broadcast_bytes(0, None if mine is None else mine.encode()).decode()
-            make: Any = dist.ProcessGroupGloo
-            options = make._Options()
-            options._devices = [make.create_device(hostname="127.0.0.1")]
-            options._timeout = _TIMEOUT
-            store = dist.FileStore(os.path.join(where, "store"), self.n)
-            group = self._pg = make(store, self.me, self.n, options)
+            group = self._pg = self._make(dist.FileStore(os.path.join(where, "store"), self.n))
             self._finish(group.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
             self.barrier()
         finally:
             if mine is not None:
                 shutil.rmtree(mine, ignore_errors=True)
         return group
+
+    def _make(self, store: dist.Store) -> Any:
+        """A process group over `store`, which all members are about to make."""
+        make: Any = dist.ProcessGroupGloo
+        options = make._Options()
+        options._devices = [make.create_device(hostname="127.0.0.1")]
+        options._timeout = _TIMEOUT
+        return make(store, self.me, self.n, options)
+
+
+# What NCCL reduces in the arithmetic that is promised. Narrow floats are summed in float32 and rounded once, booleans
+# are ored: both by exchanging the terms.
+_NATIVE = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+
+
+class NcclGroup(GlooGroup):
+    """A group of executors with a GPU each, whose data travels by NCCL: one communicator, made on first use.
+
+    Members arrive in shared memory *before* they enqueue anything. An operator's failure is known on the host when it
+    is enqueued, so a poisoned member is known to all before a transfer begins, and writes behind it are skipped as on
+    CPUs. After arrival nothing waits for the GPU: transfers queue behind what the stream was given.
+
+    A transfer that cannot be enqueued leaves its peers' GPUs waiting, so it raises :class:`DeviceError`, which ends
+    this executor and with it the pool.
+
+    Args are those of :class:`Group`.
+    """
+
+    def all_reduce(
+        self, mine: Sequence[Tensor], out: Tensor, rows: Sequence[tuple[int, int]], op: str, divisor: int
+    ) -> int:
+        """See :meth:`Group.all_reduce`. From three members on, sums of numbers of 32 bits and more run in the order
+        that NCCL chooses."""
+        if out.dtype not in _NATIVE or len(mine) != 1 or len(rows) != self.n or not out.numel():
+            return super().all_reduce(mine, out, rows, op, divisor)
+        out.copy_(mine[0])
+        if self.barrier():
+            return 1
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        with self._fatal():
+            self._finish((self._pg or self._connect()).allreduce([out], options))
+        if divisor != 1:
+            out.div_(divisor, rounding_mode=None if out.is_floating_point() else "floor")
+        return 0
+
+    def _all_to_all(self, sends: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        with self._fatal():
+            return super()._all_to_all(sends, sizes)
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise DeviceError(f"NCCL, between executors {self.members}: {error}") from error
+
+    def _finish(self, work: Work) -> None:
+        # The stream waits, not the host.
+        work.wait()
+
+    def _make(self, store: dist.Store) -> Any:
+        make: Any = dist.ProcessGroupNCCL
+        options = make.Options()
+        options._timeout = _TIMEOUT
+        return make(store, self.me, self.n, options)
+
+
+class HostGroup(Group):
+    """A group some of whose members have tensors elsewhere than on the host: this member's go by way of it.
+
+    On the wire it is a :class:`Group`, which is what members with CPU tensors use.
+    """
+
+    def exchange(
+        self,
+        writes: Sequence[tuple[Tensor, int, int, tuple[int, ...]]],
+        reads: Sequence[tuple[int, int, int, Tensor]],
+        rounds: int,
+    ) -> int:
+        """See :meth:`Group.exchange`."""
+        landed = [_on_host(out) for _, _, _, out in reads]
+        bad = super().exchange(
+            [(section.cpu(), first, offset, readers) for section, first, offset, readers in writes],
+            [(member, first, offset, to) for (member, first, offset, _), to in zip(reads, landed, strict=True)],
+            rounds,
+        )
+        for (_, _, _, out), to in zip(reads, landed, strict=True):
+            out.copy_(to)
+        return bad
+
+    def all_reduce(
+        self, mine: Sequence[Tensor], out: Tensor, rows: Sequence[tuple[int, int]], op: str, divisor: int
+    ) -> int:
+        """See :meth:`Group.all_reduce`."""
+        landed = _on_host(out)
+        bad = super().all_reduce([x.cpu() for x in mine], landed, rows, op, divisor)
+        out.copy_(landed)
+        return bad
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        out: Tensor,
+        rows: Sequence[int],
+        cuts: Sequence[Cut],
+        shapes: Sequence[tuple[int, ...]],
+        op: str,
+        divisor: int,
+    ) -> int:
+        """See :meth:`Group.reduce_scatter`."""
+        landed = _on_host(out)
+        bad = super().reduce_scatter(x.cpu(), landed, rows, cuts, shapes, op, divisor)
+        out.copy_(landed)
+        return bad
+
+
+def _on_host(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="cpu")
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -209,13 +328,24 @@ class Comm:
         me: this executor.
         mode: "shm" or "gloo".
         slot: bytes of a slot; the same on all executors, and what programs were planned for.
+        accelerators: the first executor whose device is no CPU; all from there on have one.
+        nccl: whether those reach each other by NCCL.
     """
 
-    def __init__(self, state: State, me: int, mode: str = "shm", slot: int = SLOT_BYTES) -> None:
+    def __init__(
+        self,
+        state: State,
+        me: int,
+        mode: str = "shm",
+        slot: int = SLOT_BYTES,
+        *,
+        accelerators: int = 1 << 30,
+        nccl: bool = False,
+    ) -> None:
         if mode not in ("shm", "gloo"):
             raise ValueError(f'Comm(mode={mode!r}): write "shm" or "gloo"')
         self.state, self.me, self.slot = state, me, slot
-        self._make = Group if mode == "shm" else GlooGroup
+        self._mode, self._accelerators, self._nccl = mode, accelerators, nccl
         self._groups: dict[tuple[tuple[int, ...], int], Group] = {}
         self.ready: dict[int, Any] = {}  # of redistribution.run: id of a program → its fast path
         # Regions are of one size, that of the largest group, so that a number is enough to find one.
@@ -236,7 +366,7 @@ class Comm:
         found = self._groups.get(key)
         if found is None:
             control = self.state.control
-            found = self._groups[key] = self._make(
+            found = self._groups[key] = self._kind(members)(
                 self.state.collective_fd,
                 region * self._stride,
                 members,
@@ -245,6 +375,13 @@ class Comm:
                 self.slot,
             )
         return found
+
+    def _kind(self, members: tuple[int, ...]) -> type[Group]:
+        if members[-1] < self._accelerators:
+            return Group if self._mode == "shm" else GlooGroup
+        if members[0] >= self._accelerators and self._nccl:
+            return NcclGroup
+        return Group if self.me < self._accelerators else HostGroup
 
 
 _SOLO = Solo()

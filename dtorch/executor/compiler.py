@@ -13,6 +13,7 @@ import torch
 
 from ..runtime.command import CallPlan, In, LocalCall, NumberIn, OutLayout
 from . import kernels
+from .device import CPU, Device
 
 __all__ = ["compile_call", "compile_plan", "resolve"]
 
@@ -40,11 +41,15 @@ def resolve(name: str) -> Callable[..., Any]:
     return getattr(packet, overload)._op
 
 
+_CPU = CPU()
+
+
 class _Source:
     """Collects the constants that generated source refers to by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         self.names: dict[str, Any] = {}
+        self.device = device
 
     def constant(self, value: Any) -> str:
         if value is None or type(value) in (int, bool):
@@ -66,7 +71,10 @@ class _Source:
     def call(self, call: LocalCall, numbers: list[str]) -> str:
         parts = [self.expression(x, numbers) for x in call.args]
         parts += [f"{k}={self.expression(v, numbers)}" for k, v in call.kwargs.items()]
-        return f"{self.constant(resolve(call.func))}({', '.join(parts)})"
+        function = resolve(call.func)
+        if call.func.startswith("dtorch."):
+            function = self.device.here(function)
+        return f"{self.constant(function)}({', '.join(parts)})"
 
     def moves(self, call: LocalCall) -> list[str]:
         """Lines that apply the moves before the call."""
@@ -96,18 +104,8 @@ def flat_outputs(result: Any, outs: tuple[OutLayout | None, ...]) -> list[Any]:
     return _flatten(result, [])
 
 
-def _empty_outputs(outs: tuple[OutLayout | None, ...]) -> list[Any]:
-    return [None if o is None else _empty(o) for o in outs]
-
-
-def _empty(layout: OutLayout) -> torch.Tensor:
-    shape, stride, dtype = layout
-    return torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
-
-
-def restride(t: torch.Tensor, layout: OutLayout) -> torch.Tensor:
-    """`t` in the memory order that the client believes it has."""
-    return _empty(layout).copy_(t)
+def _empty_outputs(outs: tuple[OutLayout | None, ...], device: Device) -> list[Any]:
+    return [None if o is None else device.empty(o) for o in outs]
 
 
 def same_stride(t: torch.Tensor, layout: OutLayout) -> bool:
@@ -119,12 +117,17 @@ def same_stride(t: torch.Tensor, layout: OutLayout) -> bool:
 
 
 def compile_call(
-    call: LocalCall, inputs: int, numbers: int, fixes: tuple[bool, ...] | None, draws: bool = False
+    call: LocalCall,
+    inputs: int,
+    numbers: int,
+    fixes: tuple[bool, ...] | None,
+    draws: bool = False,
+    device: Device = _CPU,
 ) -> Callable[..., list[Any]]:
-    """``f(a0, …, n0, …) -> outputs`` of one rank. `fixes` says which outputs want :func:`restride`."""
+    """``f(a0, …, n0, …) -> outputs`` of one rank. `fixes` says which outputs want ``device.restride``."""
     if call.empty and not draws:
-        return lambda *_: _empty_outputs(call.outs)
-    src = _Source()
+        return lambda *_: _empty_outputs(call.outs, device)
+    src = _Source(device)
     nums = [f"n{i}" for i in range(numbers)]
     head = ", ".join([*(f"a{i}" for i in range(inputs)), *nums])
     flat = src.constant(flat_outputs)
@@ -132,25 +135,25 @@ def compile_call(
     lines.append(f"    r = {flat}({src.call(call, nums)}, None)")
     for i, fix in enumerate(fixes or ()):
         if fix:
-            lines.append(f"    r[{i}] = {src.constant(restride)}(r[{i}], {src.constant(call.outs[i])})")
+            lines.append(f"    r[{i}] = {src.constant(device.restride)}(r[{i}], {src.constant(call.outs[i])})")
     lines.append("    return r")
     return _evaluate(lines, src, {})
 
 
-def same_draw(functions: list[Callable[..., Any]]) -> list[Callable[..., Any]]:
+def same_draw(functions: list[Callable[..., Any]], device: Device = _CPU) -> list[Callable[..., Any]]:
     """`functions`, one per rank of this executor, so that each draws what a rank of its own would draw."""
     start: list[torch.Tensor] = []
 
     def first(f: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            start[:] = [torch.get_rng_state()]
+            start[:] = [device.random_state()]
             return f(*args)
 
         return call
 
     def later(f: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            torch.set_rng_state(start[0])
+            device.set_random_state(start[0])
             return f(*args)
 
         return call
@@ -173,6 +176,7 @@ def compile_plan(
     words: memoryview,
     ints: memoryview,
     doubles: memoryview[float],
+    device: Device = _CPU,
 ) -> Run:
     """``run(p)`` for the record at word `p`, on this executor's ranks.
 
@@ -183,7 +187,7 @@ def compile_plan(
     base = 1 + len(new)
     base_numbers = base + plan.inputs
     numbers = [f"{'I' if k == 'q' else 'D'}[p + {base_numbers + i}]" for i, k in enumerate(plan.numbers)]
-    src = _Source()
+    src = _Source(device)
     extra = {"S": store, "Q": words, "I": ints, "D": doubles}
     lines = ["def run(p):"]
     lines += [f"    a{i} = S[Q[p + {base + i}]]" for i in range(plan.inputs)]
@@ -191,7 +195,7 @@ def compile_plan(
         call, fix = calls[0], fixes[0]
         if call.empty and not plan.draws:
             lines += [
-                f"    S[Q[p + {1 + k}]] = {src.constant(_empty)}({src.constant(call.outs[i])})"
+                f"    S[Q[p + {1 + k}]] = {src.constant(device.empty)}({src.constant(call.outs[i])})"
                 for k, i in enumerate(new)
             ]
             # Poison must still pass through an operator that has nothing to compute.
@@ -204,7 +208,7 @@ def compile_plan(
             expression = src.call(call, numbers)
             if len(plan.outputs) == 1 and new and not plan.lists:
                 if fix and fix[0]:
-                    expression = f"{src.constant(restride)}({expression}, {src.constant(call.outs[0])})"
+                    expression = f"{src.constant(device.restride)}({expression}, {src.constant(call.outs[0])})"
                 lines.append(f"    S[Q[p + 1]] = {expression}")
             elif not new:
                 lines.append(f"    {expression}")
@@ -213,16 +217,16 @@ def compile_plan(
                 for k, i in enumerate(new):
                     out = f"r[{i}]"
                     if fix and fix[i]:
-                        out = f"{src.constant(restride)}({out}, {src.constant(call.outs[i])})"
+                        out = f"{src.constant(device.restride)}({out}, {src.constant(call.outs[i])})"
                     lines.append(f"    S[Q[p + {1 + k}]] = {out}")
     else:
         compiled: dict[int, Any] = {}
         per_rank = []
         for call, fix in zip(calls, fixes, strict=True):
             if id(call) not in compiled:
-                compiled[id(call)] = compile_call(call, plan.inputs, len(plan.numbers), fix, plan.draws)
+                compiled[id(call)] = compile_call(call, plan.inputs, len(plan.numbers), fix, plan.draws, device)
             per_rank.append(compiled[id(call)])
-        fns = src.constant(same_draw(per_rank) if plan.draws else per_rank)
+        fns = src.constant(same_draw(per_rank, device) if plan.draws else per_rank)
         nums = "".join(f", {n}" for n in numbers)
         # Should one of the ranks fail, the list tells how many were done: see failing.
         lines.append("    ranks_done = []")

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from ..runtime import command
 from ..runtime.command import (
     LOST_WITH_POOL,
@@ -36,6 +34,7 @@ from ..runtime.command import (
 )
 from ..runtime.shared import EXECUTOR_DONE, EXECUTOR_READ, SharedState, executor_line
 from .compiler import compile_call
+from .device import Device
 from .store import Poison, shards, sharing
 
 __all__ = ["Failing", "PeerFailedError"]
@@ -66,6 +65,7 @@ class Failing:
         messages: plan id → the message that defined it.
         mine: mesh id → the ranks on this executor.
         run_again: runs the record of a plan at a word of the ring.
+        device: where values lie.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ class Failing:
         messages: dict[int, Any],
         mine: dict[int, tuple[int, ...]],
         run_again: Callable[[int, int], None],
+        device: Device,
     ) -> None:
         self.index, self.state = index, state
         self._send, self._store, self._messages, self._mine, self._run_again = send, store, messages, mine, run_again
-        self._words = state.ring_words
+        self._words, self._device = state.ring_words, device
 
     # -- when a command fails -----------------------------------------------------------------------------------
 
@@ -247,9 +248,9 @@ class Failing:
         numbers = [
             (self.state.ring_ints if k == "q" else self.state.ring_doubles)[base + i] for i, k in enumerate(m.numbers)
         ]
-        inputs = [torch.ones(shape, dtype=dtype) for shape, dtype in m.layouts[rank]]
+        inputs = [self._device.empty((shape, None, dtype)).fill_(1) for shape, dtype in m.layouts[rank]]
         try:
-            compile_call(m.calls[m.which[rank]], m.inputs, len(m.numbers), None, True)(*inputs, *numbers)
+            compile_call(m.calls[m.which[rank]], m.inputs, len(m.numbers), None, True, self._device)(*inputs, *numbers)
         except Exception:  # wrong numbers: then no rank has drawn
             return
 

@@ -8,6 +8,7 @@ hot path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ from ..runtime.command import (
 from ..runtime.shared import SharedState
 from . import redistribution
 from .compiler import compile_call, compile_plan, same_draw, same_stride
+from .device import CPU, Device
 from .failing import Failing, PeerFailedError
 from .store import Poison, shards
+from .transfers import Transfers
 
 __all__ = ["Interpreter"]
 
@@ -49,10 +52,21 @@ class Interpreter:
         state: the shared memory.
         send: hands bytes to the client's reply ring.
         comm: collectives with other executors.
+        device: where values lie.
+        transfers: looks after copies between the device and the arena, where those are asynchronous.
     """
 
-    def __init__(self, index: int, state: SharedState, send: Callable[[bytes], None], comm: Any) -> None:
+    def __init__(
+        self,
+        index: int,
+        state: SharedState,
+        send: Callable[[bytes], None],
+        comm: Any,
+        device: Device | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
         self.index, self.state, self.send, self.comm = index, state, send, comm
+        self.device, self.transfers = device or CPU(), transfers
         self.plans: dict[int, Run] = {}
         self.store: dict[int, Any] = {}
         # plan id -> the message that defined it: what failures need to know
@@ -60,7 +74,7 @@ class Interpreter:
         self.mine: dict[int, tuple[int, ...]] = {}
         self.sequence = 0  # the control message being acted on: its position in the ring
         self.failing = Failing(
-            index, state, send, self.store, self.messages, self.mine, lambda plan, p: self.plans[plan](p)
+            index, state, send, self.store, self.messages, self.mine, lambda plan, p: self.plans[plan](p), self.device
         )
         self.failed = self.failing.failed
         self.words, self.ints, self.doubles = state.ring_words, state.ring_ints, state.ring_doubles
@@ -116,9 +130,9 @@ class Interpreter:
         mine = self.mine.get(m.mesh, ())
         if not mine:
             return
-        self.messages[m.plan] = m
+        self.messages[m.plan] = m = replace(m, calls=tuple(map(self.device.translate, m.calls)))
         calls = [m.calls[m.which[r]] for r in mine]
-        args = (self.store, self.words, self.ints, self.doubles)
+        args = (self.store, self.words, self.ints, self.doubles, self.device)
         single = len(mine) == 1
 
         def first(p: int) -> None:
@@ -138,9 +152,9 @@ class Interpreter:
         columns = [shards(v) for v in values]
         ranks_done: list[Any] = []
         fixes: list[tuple[bool, ...]] = []
-        functions = [compile_call(call, m.inputs, len(m.numbers), None, m.draws) for call in calls]
+        functions = [compile_call(call, m.inputs, len(m.numbers), None, m.draws, self.device) for call in calls]
         if m.draws and not single:
-            functions = same_draw(functions)
+            functions = same_draw(functions, self.device)
         for k, call in enumerate(calls):
             made = functions[k](*(c[k] for c in columns), *numbers)
             fix = tuple(self._check(m, call, i, made) for i in range(len(m.outputs)))
@@ -151,23 +165,22 @@ class Interpreter:
             self.store[ref] = ranks_done[0][i] if single else [r[i] for r in ranks_done]
         return fixes
 
-    @staticmethod
-    def _check(m: CallPlan, call: LocalCall, i: int, made: list[Any]) -> bool:
+    def _check(self, m: CallPlan, call: LocalCall, i: int, made: list[Any]) -> bool:
         """Whether output `i` needs another memory order; it is then given it. Wrong shapes raise."""
         layout = call.outs[i]
         if layout is None or not m.outputs[i]:
             return False
         t = made[i]
         if tuple(t.shape) != tuple(layout[0]) or t.dtype != layout[2]:
+            if self.device.may_differ(call, i):
+                return False
             raise RuntimeError(
                 f"{call.func} made {t.dtype} {tuple(t.shape)} where {layout[2]} {tuple(layout[0])} was expected; "
                 "this is a fault in dtorch's rule for the operator"
             )
         if same_stride(t, layout):
             return False
-        assert layout[1] is not None  # same_stride takes any then
-        fixed = torch.empty_strided(layout[0], layout[1], dtype=layout[2])
-        made[i] = fixed.copy_(t)
+        made[i] = self.device.restride(t, layout)
         return True
 
     def _redistribute(self, m: RedistributePlan) -> None:
@@ -179,6 +192,7 @@ class Interpreter:
         source, target = self.mine.get(m.source, ()), self.mine.get(m.target, ())
         single = len(target) == 1
         failing, value = self.failing, self.failing.value
+        run_many = self.device.here(redistribution.run_many)
 
         def run(p: int) -> None:
             values = [value(r) if source else [] for r in words[p + 1 + n : p + 1 + 2 * n]]
@@ -186,7 +200,7 @@ class Interpreter:
             if bad is not None:
                 failing.poisoned_move(p, words[p + 1 : p + 1 + n] if target else (), bad)
             parts = None if bad is not None else [shards(v) for v in values]
-            results, failure = redistribution.run_many(programs, parts, self.comm)
+            results, failure = run_many(programs, parts, self.comm)
             if failure:
                 if bad is None:
                     if failure is True:
@@ -208,6 +222,9 @@ class Interpreter:
         if not mine:
             return
         self.messages[m.plan] = m
+        if self.transfers is not None:
+            self.plans[m.plan] = self.transfers.upload(m, mine, self.store)
+            return
         store, words = self.store, self.words
         empty = 0 in m.shape
         single = len(mine) == 1
@@ -240,6 +257,9 @@ class Interpreter:
         if not jobs:
             return
         self.messages[m.plan] = m
+        if self.transfers is not None:
+            self.plans[m.plan] = self.transfers.fetch(m, jobs, self.store, self.failing.fail_fetch)
+            return
         store, words, control = self.store, self.words, self.state.control
         whole = len(jobs) == 1 and jobs[0][1] == tuple((0, n) for n in m.shape)
         copies = m.data and 0 not in m.shape
@@ -298,7 +318,7 @@ class Interpreter:
                         f"from_local: rank {rank} made {t.dtype} {tuple(t.shape)} where {m.dtype} {m.shapes[rank]} "
                         "was expected"
                     )
-                made.append(t.detach().clone(memory_format=torch.contiguous_format))
+                made.append(self.device.place(t.detach().clone(memory_format=torch.contiguous_format)))
             except Exception as error:
                 self.failing.report(self.sequence, error, rank, m.mesh, m.text)
                 self.store[m.ref] = Poison(self.sequence)
@@ -306,24 +326,28 @@ class Interpreter:
         self.store[m.ref] = made[0] if len(mine) == 1 else made
 
     def _seed(self, m: Seed) -> None:
-        torch.manual_seed(m.seed)
+        if m.members is None or self.index in m.members:
+            torch.manual_seed(m.seed)
+
+    def _set_random(self, state: bytes) -> None:
+        self.device.set_random_state(torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())
 
     def _sync_random(self, m: SyncRandom) -> None:
         if m.state is not None:
             if self.index in m.members:
-                torch.set_rng_state(torch.frombuffer(bytearray(m.state), dtype=torch.uint8).clone())
+                self._set_random(m.state)
             return
         if self.index not in m.members:
             return
         group = self.comm.group(m.members, m.region)
-        mine = torch.get_rng_state().numpy().tobytes() if self.index == m.root else None
+        mine = self.device.random_state().numpy().tobytes() if self.index == m.root else None
         got = group.broadcast_bytes(m.members.index(m.root), mine)
         if self.index != m.root:
-            torch.set_rng_state(torch.frombuffer(bytearray(got), dtype=torch.uint8).clone())
+            self._set_random(got)
 
     def _send_random(self, m: SendRandom) -> None:
         if self.index == m.root:
-            self.send(command.encode(Reply(m.token, torch.get_rng_state().numpy().tobytes())))
+            self.send(command.encode(Reply(m.token, self.device.random_state().numpy().tobytes())))
 
     def _threads(self, m: Threads) -> None:
-        torch.set_num_threads(m.count)
+        self.device.set_threads(m.count)

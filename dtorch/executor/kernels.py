@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels_index, kernels_nn, kernels_random
+from . import kernels_index, kernels_nn, kernels_portable, kernels_random
 
 __all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power"]
 
-for _family in (kernels_index, kernels_nn, kernels_random):
+for _family in (kernels_index, kernels_nn, kernels_portable, kernels_random):
     globals().update({_name: getattr(_family, _name) for _name in _family.__all__})
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, NoReturn
 
@@ -29,8 +30,10 @@ from ..runtime.shared import (
     executor_line,
 )
 from .collectives import Comm
+from .device import DeviceError, open_device
 from .interpreter import Interpreter
 from .shm_collectives import Aborted
+from .transfers import TransferReader
 
 __all__ = ["run"]
 
@@ -43,27 +46,41 @@ def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, option
         state: the pool's shared memory.
         wake_fd: the eventfd that the client writes when this executor sleeps.
         reply: where answers that are more than "done" go.
-        options: "collectives" ("shm" or "gloo"), "threads".
+        options: "collectives" ("shm" or "gloo"), "threads", "device", and for a device that is no CPU "accelerators"
+            (index of the first executor of one), "pinned" (bytes of the arena that it may pin).
     """
     torch.set_num_threads(options.get("threads", 1))
     # Gradients are the client's business; inference mode spares version counters as well.
     with torch.inference_mode():
-        reader = Reader(state, index, wake_fd)
-        comm = Comm(state, index, options.get("collectives", "shm"))
-        interpreter = Interpreter(index, state, reply.send, comm)
+        tell = Notifier(state).ring
+        device = open_device(options.get("device", "cpu"), state, options)
+        transfers = device.transfers(state, index, tell)
+        comm = Comm(
+            state,
+            index,
+            options.get("collectives", "shm"),
+            accelerators=options.get("accelerators", state.max_executors),
+            nccl=device.nccl,
+        )
+        interpreter = Interpreter(index, state, reply.send, comm, device, transfers)
+        if transfers is None:
+            reader = Reader(state, index, wake_fd)
+        else:
+            reader, tell = TransferReader(state, index, wake_fd, transfers), transfers.tell
         state.control[executor_line(index) + EXECUTOR_READY] = 1
         os.eventfd_write(state.done_fd, 1)
-        _serve(interpreter, reader, state, index)
+        _serve(interpreter, reader, state, index, tell)
 
 
-def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: int) -> None:
+def _serve(
+    interpreter: Interpreter, reader: Reader, state: SharedState, index: int, tell: Callable[[], object]
+) -> None:
     control, words = state.control, state.ring_words
     mask = len(words) - 1
     line = executor_line(index)
     read_word, count_word = line + EXECUTOR_READ, line + EXECUTOR_DONE
     plan_word, started_word = line + EXECUTOR_PLAN, line + EXECUTOR_STARTED
     plans = interpreter.plans
-    tell = Notifier(state).ring
     while True:
         span = reader.poll()
         if span is None:
@@ -109,6 +126,8 @@ def _serve(interpreter: Interpreter, reader: Reader, state: SharedState, index: 
                 # What is being run is the command at the read index, for whoever asks.
                 control[read_word] = pos
                 control[count_word] = count + since
+                if isinstance(error, DeviceError) or interpreter.device.is_lost():
+                    raise  # the device computes no more: this process ends, and the warden reports it
                 interpreter.failed(plan, p, error)
                 pos += head >> LENGTH_SHIFT
                 since += 1

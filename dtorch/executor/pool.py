@@ -21,7 +21,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import anyio
@@ -46,6 +46,7 @@ class Pool:
     Attributes:
         config: the bounds it was made with.
         state: the shared memory; executors' wake eventfds are in ``state.wake_fds``.
+        options_of: gives the options that one executor has beside all others'; None for none.
     """
 
     def __init__(
@@ -69,12 +70,15 @@ class Pool:
         self._entry = entry
         self._options = {"collectives": config.collectives, **(options or {})}
         self._prefix = prefix
+        self.options_of: Callable[[int], dict[str, Any]] | None = None
         # Reentrant: a signal handler, or __del__ of a tensor, may come in anywhere.
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._closed = False
         self._warden: WardenProcess | None = None
         self._wanted = 0
+        # Executors beside the first ones, by index: see request.
+        self._extra: tuple[int, ...] = ()
         self._pids: dict[int, int] = {}
         self._replies: dict[int, ReplyReader] = {}
         self._deaths: list[Death] = []
@@ -108,14 +112,15 @@ class Pool:
             _live.add(self)
         return self._warden
 
-    def request(self, n: int) -> None:
-        """Ask for executors 0 to n - 1, and return at once. Whoever waits for them learns by :meth:`check` of a start
-        that failed or takes too long.
+    def request(self, n: int, extra: Iterable[int] = ()) -> None:
+        """Ask for executors 0 to n - 1, and those with the indexes `extra`, and return at once. Whoever waits for them
+        learns by :meth:`check` of a start that failed or takes too long.
 
         Raises:
             PoolError: more than ``max_executors``; the pool cannot be used.
         """
         with self._lock:
+            self._extra = tuple(sorted({*self._extra, *extra}))
             self._request(n, self._running())
             self._due = time.monotonic() + self.config.start_timeout
 
@@ -159,13 +164,13 @@ class Pool:
             yield epoll
 
     def _request(self, n: int, warden: WardenProcess) -> None:
-        """Ask the warden for the executors that are missing of the first `n`."""
+        """Ask the warden for the executors that are missing of the first `n` and the extra ones."""
         if n > self.config.max_executors:
             raise PoolError(
                 f"{n} executors were asked for, and a pool has at most {self.config.max_executors}; raise it before "
                 f"the pool starts: dtorch.configure(max_executors={n}), or DTORCH_MAX_EXECUTORS={n}"
             )
-        new = range(self._wanted, n)
+        new = [e for e in self._awaited(n) if e not in self._replies]
         threads = self.threads_for(n)
         for start in range(0, len(new), FORK_BATCH):
             batch = list(new[start : start + FORK_BATCH])
@@ -177,13 +182,22 @@ class Pool:
                     rings.append(ring)
                     self._replies[executor] = ReplyReader(ring)
                     fds += (self.state.add_wake(executor), ring)
-                warden.send({"op": "fork", "executors": batch, "threads": threads}, fds)
+                message: dict[str, Any] = {"op": "fork", "executors": batch, "threads": threads}
+                if self.options_of is not None:
+                    message["options"] = [self.options_of(executor) for executor in batch]
+                warden.send(message, fds)
             except OSError as error:
+                for executor in batch:
+                    self._replies.pop(executor, None)
                 raise PoolError(f"executors {batch[0]} to {batch[-1]} could not be started: {error}") from error
             finally:
                 for ring in rings:
                     os.close(ring)
-            self._wanted = batch[-1] + 1
+
+        self._wanted = max(self._wanted, n)
+
+    def _awaited(self, n: int) -> list[int]:
+        return [*range(n), *(e for e in self._extra if e >= n)]
 
     def _progress(self, n: int) -> bool:
         """Take in what has arrived; whether executors 0 to n - 1 are ready.
@@ -194,7 +208,7 @@ class Pool:
         with self._lock:
             if not self.check():
                 raise self.error() or PoolError("the pool cannot be used")
-            return all(self._is_ready(e) for e in range(n))
+            return all(self._is_ready(e) for e in self._awaited(n))
 
     def _is_ready(self, executor: int) -> bool:
         # An executor may be faster than the warden, which has still to tell its pid.
@@ -205,7 +219,7 @@ class Pool:
             raise PoolError(self._lateness(n))
 
     def _lateness(self, n: int) -> str:
-        late = [e for e in range(n) if not self._is_ready(e)]
+        late = [e for e in self._awaited(n) if not self._is_ready(e)]
         stage = "its warden still imports torch" if self._hello is None else f"of {n} executors, {late} are not ready"
         return (
             f"the pool has not started within {self.config.start_timeout:g} s: {stage}. On a slow disk or a busy "
@@ -221,7 +235,7 @@ class Pool:
         if self._closed or self._owner != os.getpid() or self._warden_death is not None:
             return []
         dead = {d.executor for d in self._deaths}
-        return [e for e in range(self._wanted) if e not in dead and self._is_ready(e)]
+        return [e for e in sorted(self._replies) if e not in dead and self._is_ready(e)]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -239,9 +253,9 @@ class Pool:
         """What the warden said when its imports were done ("threads", "seconds"); None before that."""
         return self._hello
 
-    def replies(self) -> list[ReplyReader]:
+    def replies(self) -> dict[int, ReplyReader]:
         """The reply rings of all executors, by index."""
-        return [self._replies[e] for e in range(self._wanted)]
+        return dict(self._replies)
 
     def threads_for(self, n: int) -> int:
         """How many torch threads each of `n` executors uses: a lone one as many as the client's torch would, several
@@ -284,7 +298,7 @@ class Pool:
         """Give up on executors that were requested and are late, or will never be: their waiters find a dead pool."""
         if self._due is None or self._warden_death is not None:
             return
-        if all(self._is_ready(e) for e in range(self._wanted)):
+        if all(self._is_ready(e) for e in self._awaited(self._wanted)):
             self._due = None
             return
         if self._refused is None and time.monotonic() >= self._due:
@@ -381,6 +395,7 @@ class Pool:
         its owner)."""
         self.shutdown()
         fresh = Pool(self.config, entry=self._entry, options=self._options, prefix=self._prefix)
+        fresh.options_of = self.options_of
         fresh.prestart()
         return fresh
 

@@ -160,7 +160,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new tensor, on huge pages where it is large."""
     t = torch.empty(shape, dtype=dtype)
-    if t.nbytes >= HUGE_BYTES:
+    if t.nbytes >= HUGE_BYTES and t.is_cpu:
         start = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         # Advice only: where it is refused the tensor is as good as any.
         _madvise(start, t.data_ptr() + t.nbytes - start, mmap.MADV_HUGEPAGE)

@@ -219,10 +219,12 @@ class Warden:
 
     def _fork_all(self, message: dict[str, Any], fds: list[int]) -> None:
         pids: list[tuple[int, int]] = []
+        more: list[dict[str, Any]] = message.get("options", [])
         for k, index in enumerate(message["executors"]):
             wake, reply = fds[2 * k : 2 * k + 2]
             try:
-                pids.append((index, self._fork(index, wake, reply, message["threads"], fds[2 * k + 2 :])))
+                options = {**self._options, "threads": message["threads"], **(more[k] if more else {})}
+                pids.append((index, self._fork(index, wake, reply, options, fds[2 * k + 2 :])))
             except OSError as error:
                 self.tell({"event": "refused", "executor": index, "error": str(error)})
                 close_all(fds[2 * k :])
@@ -230,7 +232,7 @@ class Warden:
             os.close(reply)
         self.tell({"event": "forked", "executors": pids})
 
-    def _fork(self, index: int, wake: int, reply: int, threads: int, others: list[int]) -> int:
+    def _fork(self, index: int, wake: int, reply: int, options: dict[str, Any], others: list[int]) -> int:
         """Fork one executor; its pid. `others` are descriptors of executors still to come."""
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
@@ -242,7 +244,6 @@ class Warden:
             raise
         if pid == 0:
             try:
-                options = {**self._options, "threads": threads}
                 self._be_child(
                     Child(index, warden, self._state, wake, reply, out_end, err_end, options), [out, err, *others]
                 )

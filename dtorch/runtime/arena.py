@@ -125,6 +125,12 @@ class Arena:
         self._idle_by_size: dict[int, list[int]] = {}
         self._cold: list[tuple[int, int]] = [(0, self.limit)]
         self._idle_bytes = self._used = self._peak = self._blocks = 0
+        self._kept = 0
+
+    def keep(self, nbytes: int) -> None:
+        """Never give pages of the first `nbytes` back to the kernel: a device copies to and from those very pages."""
+        with self._lock:
+            self._kept = max(self._kept, nbytes)
 
     def alloc(self, nbytes: int) -> Block:
         """A block of at least `nbytes`, 64-byte aligned, page-aligned from 4 KiB on. Its bytes are undefined.
@@ -273,8 +279,9 @@ class Arena:
             self._idle_by_size[size].remove(offset)
             self._idle_bytes -= size
             cooled += size
-            with contextlib.suppress(OSError):  # locked pages stay; nothing depends on their going
-                self.map.madvise(mmap.MADV_REMOVE, offset, size)
+            if offset >= self._kept:
+                with contextlib.suppress(OSError):  # locked pages stay; nothing depends on their going
+                    self.map.madvise(mmap.MADV_REMOVE, offset, size)
             self._add_cold(offset, size)
         return cooled
 

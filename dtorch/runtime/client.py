@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from ..errors import DeviceMeshError, PoolError
 from ..executor.pool import Pool
 from ..future import TensorFuture, VoidFutureCollect
+from ..gpus import count as gpu_count
 from ..mesh import DeviceMesh
 from ..placement import Replicate
 from ..spec import TensorSpec, contiguous_stride
@@ -51,7 +52,7 @@ from .command import (
 from .failures import Failures
 from .ring import Writer
 from .scheduler import Pressure
-from .shared import DEAD
+from .shared import DEAD, EXECUTOR_READ, EXECUTOR_UPLOADED, executor_line
 from .slots import Slots
 from .waiting import Waiting, in_event_loop
 
@@ -131,6 +132,11 @@ class Client:
     def __init__(self) -> None:
         self.config = config.current()
         self.pool = Pool(self.config)
+        # GPUs have the last executors, CPUs the first: see executor.device.
+        self.gpus = min(gpu_count(), self.config.max_executors - 1)
+        self.accelerators = self.config.max_executors - self.gpus
+        if self.gpus:
+            self.pool.options_of = self._options_of
         self.state = self.pool.state
         self.control = self.state.control
         self.ring_bytes = self.state.ring_bytes
@@ -155,6 +161,8 @@ class Client:
         self._uploads: dict[TensorSpec, Plan] = {}
         self._fetches: dict[Any, Plan] = {}
         self._in_upload: deque[tuple[int, Any]] = deque()
+        self._cpus = 0  # how many executors of CPUs there are
+        self._consumed: tuple[int, ...] = ()  # of every executor, the word that says which uploads it has taken
         self.slots = Slots(self.state)
         self._tokens = itertools.count()
         self._replies: dict[tuple[int, int], Any] = {}
@@ -163,6 +171,9 @@ class Client:
         # How many random draws the generator of each executor has seen; they agree while the numbers do.
         self._random: dict[int, int] = {}
         self._random_latest = 0
+        # The generators of CPUs and of GPUs have nothing to do with each other: the latest of either.
+        self._random_newest = {False: 0, True: 0}
+        self._seeded: int | None = None
         self._random_lock = threading.RLock()
         self._regions: dict[tuple[int, ...], int] = {}
 
@@ -171,26 +182,51 @@ class Client:
     def ensure(self, n: int) -> None:
         """Executors 0 to n - 1 exist, or are on their way: commands are written meanwhile, and whoever waits for a
         value learns of a start that failed. So no event loop is held up by it."""
-        if n <= len(self.writer.readers):
+        if n <= self._cpus:
             return
         with self._lock:
-            have = len(self.writer.readers)
-            if n <= have:
+            if n <= self._cpus:
                 return
-            for e in range(have, n):
-                self.writer.add_reader(e)
-            try:
-                self.pool.request(n)
-            except BaseException:
-                for e in range(have, n):
-                    self.writer.remove_reader(e)
-                raise
-            if have == 0 and not self._random_latest:
-                self._random = dict.fromkeys(range(n), 0)
-            else:
-                for e in range(have, n):
-                    self._random[e] = 0 if not self._random_latest else -1
+            self._add(range(self._cpus, n), n)
+            self._cpus = n
             self.send(Threads(self.pool.threads_for(n)))
+
+    def _ensure_gpus(self, executors: Iterable[int]) -> None:
+        """The executors of GPUs `executors` exist, or are on their way."""
+        with self._lock:
+            new = [e for e in executors if e not in self.writer.readers]
+            if not new:
+                return
+            first = all(e < self.accelerators for e in self.writer.readers)
+            self.arena.keep(self.config.pinned_bytes)
+            self._add(new, self._cpus)
+            if first and self._seeded is not None:
+                self.send(Seed(self._seeded, tuple(new)))
+                self._random.update(dict.fromkeys(new, self._random_newest[True]))
+
+    def _add(self, new: Sequence[int], n: int) -> None:
+        """Have executors `new` read the ring and started; `n` are CPUs' then."""
+        for e in new:
+            self.writer.add_reader(e)
+        try:
+            self.pool.request(n, [e for e in new if e >= self.accelerators])
+        except BaseException:
+            for e in new:
+                self.writer.remove_reader(e)
+            raise
+        for e in new:
+            self._random[e] = -1 if self._random_newest[e >= self.accelerators] else 0
+        self._consumed = tuple(
+            executor_line(e) + (EXECUTOR_UPLOADED if e >= self.accelerators else EXECUTOR_READ)
+            for e in self.writer.readers
+        )
+
+    def _options_of(self, executor: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"accelerators": self.accelerators}
+        if executor >= self.accelerators:
+            device = f"cuda:{executor - self.accelerators}"
+            options |= {"device": device, "pinned": self.config.pinned_bytes, "threads": 1}
+        return options
 
     def start(self, n: int) -> None:
         """As :meth:`ensure`, and wait until they are ready."""
@@ -211,7 +247,10 @@ class Client:
                 if found is not None:
                     return found
                 hosts = self.hosts(mesh)
-                self.ensure(max(hosts) + 1)
+                if max(hosts) < self.accelerators:
+                    self.ensure(max(hosts) + 1)
+                else:
+                    self._ensure_gpus(sorted(set(hosts)))
                 id = len(self._meshes) + 1
                 self.send(DefineMesh(id, hosts))
                 found = self._meshes[mesh] = (id, hosts, tuple(sorted(set(hosts))))
@@ -229,13 +268,16 @@ class Client:
                     f"{mesh!r} needs device {max(mesh.ids)}, and the simulation has {self.config.same_device_count}; "
                     f"set DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE={max(mesh.ids) + 1}"
                 )
-            return (0,) * mesh.nranks
+            host = self.accelerators if mesh.device_type == "cuda" and self.gpus else 0
+            return (host,) * mesh.nranks
+        if mesh.device_type != "cpu" and self.gpus:
+            return tuple(self.accelerators + d for d in mesh.ids)
         if mesh.device_type != "cpu":
             raise DeviceMeshError(
                 f'{mesh!r}: no CUDA device was found here; use a "cpu" mesh, or set '
                 "DTORCH_DTENSOR_IN_SAME_DEVICE=1 to run every rank on one device"
             )
-        total = min(self.config.cpu_executors or config.available_cores(), self.config.max_executors)
+        total = min(self.config.cpu_executors or config.available_cores(), self.accelerators)
         return tuple(d % total for d in mesh.ids)
 
     def region(self, members: tuple[int, ...]) -> int:
@@ -336,7 +378,7 @@ class Client:
         if not pending:
             return
         control = self.control
-        slowest = min((control[64 + 16 * e] for e in self.writer.readers), default=0)
+        slowest = min((control[word] for word in self._consumed), default=0)
         while pending:
             try:
                 at, block = pending.popleft()
@@ -449,7 +491,7 @@ class Client:
     def drain(self) -> None:
         """Take in what executors have told. What was told before this began is known when it returns."""
         with self._drain_lock:
-            for executor, reader in enumerate(self.pool.replies()):
+            for executor, reader in self.pool.replies().items():
                 for data in reader.drain():
                     message = decode(data)
                     if isinstance(message, Reply):
@@ -518,7 +560,9 @@ class Client:
         """Every generator starts again from `seed`."""
         self.ensure(1)
         self.send(Seed(seed))
+        self._seeded = seed
         self._random_latest += 1
+        self._random_newest = dict.fromkeys(self._random_newest, self._random_latest)
         self._random = dict.fromkeys(self.writer.readers, self._random_latest)
 
     def begin_draw(self, executors: tuple[int, ...]) -> None:
@@ -527,18 +571,25 @@ class Client:
         Until :meth:`end_draw` no other thread's draw can come between.
         """
         self._random_lock.acquire()
-        latest = self._random_latest
+        kind = executors[0] >= self.accelerators
+        latest = self._random_newest[kind]
         versions = self._random
         stale = tuple(e for e in executors if versions[e] != latest)
         if stale:
-            root = next(e for e, v in versions.items() if v == latest)
+            root = self._newest(kind)
             members = tuple(sorted({root, *stale}))
             self.send(SyncRandom(root, members, self.region(members)))
             for e in stale:
                 versions[e] = latest
-        self._random_latest = latest = latest + 1
+        self._random_latest = self._random_newest[kind] = latest = self._random_latest + 1
         for e in executors:
             versions[e] = latest
+
+    def _newest(self, gpu: bool) -> int:
+        """An executor whose generator has seen all draws of its kind."""
+        return next(
+            e for e, v in self._random.items() if v == self._random_newest[gpu] and (e >= self.accelerators) == gpu
+        )
 
     def end_draw(self) -> None:
         """The command that draws was issued."""
@@ -547,15 +598,16 @@ class Client:
     def random_state(self) -> bytes:
         """The generator's state, as torch's CPU generator gives it."""
         self.ensure(1)
-        root = next(e for e, v in self._random.items() if v == self._random_latest)
+        root = self._newest(False)
         return self.ask(lambda token: SendRandom(root, token), root)
 
     def set_random_state(self, state: bytes) -> None:
-        """Every generator continues from `state`."""
+        """Every generator of a CPU continues from `state`."""
         self.ensure(1)
-        self.send(SyncRandom(0, self.writer.readers, None, state))
-        self._random_latest += 1
-        self._random = dict.fromkeys(self.writer.readers, self._random_latest)
+        members = tuple(e for e in self.writer.readers if e < self.accelerators)
+        self.send(SyncRandom(0, members, None, state))
+        self._random_latest = self._random_newest[False] = self._random_latest + 1
+        self._random.update(dict.fromkeys(members, self._random_latest))
 
     def wait_here(self) -> None:
         """``DTORCH_BLOCKING=1``: wait for all that was issued, and fail where it stands."""
@@ -569,7 +621,8 @@ class Client:
         """Done when every executor has run all that was issued before."""
         spec_futures = []
         for e in self.writer.readers:
-            mesh = DeviceMesh("cpu", [e])
+            gpu = e >= self.accelerators
+            mesh = DeviceMesh("cuda" if gpu else "cpu", [e - self.accelerators if gpu else e])
             plan = self._fetches.get(("sync", e))
             if plan is None:
                 id, _, _ = self.mesh(mesh)

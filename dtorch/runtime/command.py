@@ -217,9 +217,10 @@ class MakeLocals:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """``manual_seed``: every executor's generator starts again from `seed`."""
+    """``manual_seed``: every executor's generator starts again from `seed`, or those of `members`."""
 
     seed: int
+    members: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

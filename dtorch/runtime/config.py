@@ -58,6 +58,8 @@ class Config:
         ring_bytes: size of the command ring, a power of two; sparse, so only what is unread takes memory.
         reply_bytes: size of each executor's reply ring, a power of two.
         arena_bytes: most shared memory for tensor payloads; ``None`` means a quarter of memory.
+        pinned_bytes: how much of the arena each executor of a GPU pins, for the GPU to copy to and from; what lies
+            beyond goes by way of buffers. 0 means nothing.
         collective_bytes: address space for shared-memory collectives; sparse.
         slots: most futures in flight at once.
         run_ahead_soft: commands an executor may be behind before awaits pause.
@@ -76,6 +78,7 @@ class Config:
     ring_bytes: int = 64 << 20
     reply_bytes: int = 1 << 20
     arena_bytes: int | None = None
+    pinned_bytes: int = 256 << 20
     collective_bytes: int = 2 << 30
     slots: int = 1 << 16
     run_ahead_soft: int = 50_000
@@ -142,6 +145,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ring_bytes": _power(1 << 12),
     "reply_bytes": _power(1 << 12),
     "arena_bytes": _optional(_whole(_PAGE)),
+    "pinned_bytes": _whole(0),
     "collective_bytes": _whole(1 << 20),
     "slots": _whole(16, 1 << 24),
     "run_ahead_soft": _whole(1),
@@ -155,7 +159,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "same_device_count": _whole(1),
 }
 
-_SIZES = {"ring_bytes", "reply_bytes", "arena_bytes", "collective_bytes"}
+_SIZES = {"ring_bytes", "reply_bytes", "arena_bytes", "pinned_bytes", "collective_bytes"}
 _SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 

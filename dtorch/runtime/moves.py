@@ -54,7 +54,8 @@ def lift(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None
 def lift_constant(value: torch.Tensor, mesh: DeviceMesh) -> Tensor:
     """As :func:`lift`, for a plain tensor that meets proxies; numbers in 0-dim tensors are uploaded once."""
     if value.requires_grad and torch.is_grad_enabled():
-        raise TypeError(
+        # No TypeError: operators would turn it into "unsupported operand type(s) for +: 'Tensor' and 'Tensor'".
+        raise RuntimeError(
             "a plain torch.Tensor that requires grad met a dtorch tensor: its gradient would be lost.\n"
             "  Write:  p = dtorch.distribute_tensor(p, mesh, placements)  before the call, or p.detach()"
         )

@@ -39,6 +39,7 @@ __all__ = [
     "EXECUTOR_READY",
     "EXECUTOR_STARTED",
     "EXECUTOR_STATE",
+    "EXECUTOR_UPLOADED",
     "PENDING",
     "RUNNING",
     "WAITING",
@@ -65,6 +66,7 @@ DEAD_POOL = 1 << 32  # in DEAD: the warden, and so all, is gone
 EXECUTOR_READ = 0  # ring read index, in words
 EXECUTOR_STATE = 1  # RUNNING, DOZING or ASLEEP
 EXECUTOR_DONE = 2  # records consumed, wrap markers not counted
+EXECUTOR_UPLOADED = 3  # where a device copies on its own: uploads before this ring position have left the arena
 EXECUTOR_PLAN = 8  # plan id it runs now, 0 for none (for the watchdog)
 EXECUTOR_STARTED = 9  # monotonic_ns when that began
 EXECUTOR_READY = 10  # 1 once it reads the ring

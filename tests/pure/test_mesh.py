@@ -245,7 +245,7 @@ def test_there_is_no_current_rank(grid: DeviceMesh) -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SIMULATE, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("dtorch.mesh.gpu_count", lambda: 2)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -259,14 +259,14 @@ def test_more_cuda_ids_than_gpus() -> None:
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SIMULATE, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("dtorch.mesh.gpu_count", lambda: 0)
     with pytest.raises(DeviceMeshError, match=r'this machine has no GPU\. Use a "cpu" mesh'):
         DeviceMesh("cuda")
 
 
 @pytest.mark.parametrize("switch", ["1", "true", "True"])
 def test_simulated_gpus(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("dtorch.mesh.gpu_count", lambda: 0)
     monkeypatch.setenv(SIMULATE, switch)
     monkeypatch.delenv(SIMULATED_GPUS, raising=False)
     assert init_device_mesh("cuda", (2, 4)).nranks == 8
