@@ -189,13 +189,17 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     nums: list[Any] = []
     words: Any
     k: tuple[Any, ...]
+    free = op.free
     if len(args) == 2 and not kwargs and type(args[0]) is _tensor and type(args[1]) is _tensor:
         x, y = args
         k = (x._spec, y._spec)
         words = (x._ref, y._ref)
+    elif len(args) == 2 and free and free[1] and not kwargs and type(args[1]) is float and type(args[0]) is _tensor:
+        x, number = args
+        k = (x._spec, _FLOAT_POSITIVE if number > 0 else _FLOAT)
+        words = (x._ref, number)
     else:
         words, key = [], []
-        free = op.free
         try:
             if free is None:
                 for a in args:

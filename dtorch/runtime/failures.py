@@ -27,7 +27,7 @@ __all__ = ["Failures", "internal_files", "site_of", "user_frame", "with_site"]
 
 log = logging.getLogger("dtorch")
 
-SITES = 1 << 18
+SITES = 1 << 16
 SITE_MASK = SITES - 1
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
