@@ -11,6 +11,7 @@ client. What is not dtorch's own is torch's, under the same name.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -88,10 +89,25 @@ _NAMES: dict[str, str] = {
 _MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement".split())
 
 
+# Modules whose names say nothing of a tensor yet: they start nothing.
+_QUIET = frozenset(["errors", "mesh", "placement", "spec"])
+
+
+def _warm_up() -> None:
+    """Have the pool's warden import torch while this process does; each takes a second."""
+    if "torch" not in sys.modules:
+        importlib.import_module("dtorch.executor.pool").prestart()
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
     module = _NAMES.get(name)
+    if module not in _QUIET and name not in _QUIET:
+        _warm_up()
+    if module == "mesh":
+        # model.to(mesh) is to work in a program that has used nothing else of dtorch.
+        importlib.import_module("dtorch.nn")
     if module is not None:
         found = getattr(importlib.import_module(f"dtorch.{module}"), name)
     elif name in _MODULES:
@@ -109,3 +125,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*_NAMES, *_MODULES, *dir(importlib.import_module("torch"))})
+
+
+# `from dtorch import *`: dtorch's own names, as each is needed.
+__all__ = sorted({*_NAMES, *_MODULES})  # pyright: ignore[reportUnsupportedDunderAll]

@@ -72,7 +72,7 @@ class Tensor(torch.Tensor):
     _ref: Ref
     _watched = False
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     def __new__(
         cls,

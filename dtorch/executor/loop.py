@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..runtime import config
 from ..runtime.command import CONTROL, FREE, LENGTH_SHIFT, PLAN_MASK, WRAP
 from ..runtime.reply import ReplyWriter
 from ..runtime.ring import Notifier, Reader
@@ -49,6 +50,7 @@ def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, option
         options: "collectives" ("shm" or "gloo"), "threads", "device", and for a device that is no CPU "accelerators"
             (index of the first executor of one), "pinned" (bytes of the arena that it may pin).
     """
+    config.inside_executor = True
     torch.set_num_threads(options.get("threads", 1))
     # Gradients are the client's business; inference mode spares version counters as well.
     with torch.inference_mode():

@@ -27,13 +27,14 @@ from typing import Any
 import anyio
 
 from ..errors import ExecutorDiedError, PoolError
+from ..runtime import config as _config
 from ..runtime.config import Config, available_cores
 from ..runtime.reply import ReplyReader, reply_memfd
 from ..runtime.shared import ABORT, DEAD, DEAD_POOL, EXECUTOR_READY, SharedState, executor_line
 from .launch import WardenProcess
 from .messages import FORK_BATCH, Death
 
-__all__ = ["Death", "Pool"]
+__all__ = ["Death", "Pool", "adopt", "prestart", "stop_early"]
 
 # Events may be taken in by another waiter, so nobody sleeps longer than this between two looks.
 _RECHECK = 0.02
@@ -422,3 +423,34 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+_early: Pool | None = None
+
+
+def prestart() -> None:
+    """Start a pool's warden before anyone needs it; a failure shows when the pool is used."""
+    global _early
+    if _early is None and not _config.inside_executor:
+        _early = Pool(_config.current())
+        with contextlib.suppress(PoolError):
+            _early.prestart()
+
+
+def stop_early() -> None:
+    """End the pool that was started early, if nobody has come to use it."""
+    global _early
+    found, _early = _early, None
+    if found is not None:
+        found.shutdown()
+
+
+def adopt(options: Config) -> Pool:
+    """The pool that was started early, if its options are `options`; else a new one."""
+    global _early
+    found, _early = _early, None
+    if found is not None:
+        if found.config == options and found.error() is None:
+            return found
+        found.shutdown()
+    return Pool(options)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceMeshError, PoolError
-from ..executor.pool import Pool
+from ..executor.pool import adopt, stop_early
 from ..future import TensorFuture, VoidFutureCollect
 from ..gpus import count as gpu_count
 from ..mesh import DeviceMesh
@@ -131,7 +131,7 @@ class Client:
 
     def __init__(self) -> None:
         self.config = config.current()
-        self.pool = Pool(self.config)
+        self.pool = adopt(self.config)
         # GPUs have the last executors, CPUs the first: see executor.device.
         self.gpus = min(gpu_count(), self.config.max_executors - 1)
         self.accelerators = self.config.max_executors - self.gpus
@@ -677,6 +677,11 @@ def client() -> Client:
     found = _current
     if found is not None:
         return found
+    if config.inside_executor:
+        raise PoolError(
+            "this code runs on an executor (a function given to from_local, say), where there are no dtorch tensors: "
+            "use plain torch"
+        )
     with _start_lock:
         if _current is None:
             _current = Client()
@@ -694,6 +699,7 @@ def close() -> None:
     found, _current = _current, None
     for callback in _closing:
         callback()
+    stop_early()
     if found is not None:
         found.close()
 

@@ -218,6 +218,9 @@ def from_environ(environ: Mapping[str, str]) -> Config:
     return replace(_DEFAULTS, **values)
 
 
+# Set in an executor: a program that runs there has no pool of its own.
+inside_executor = False
+
 _current: Config | None = None
 
 
