@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from .mesh import DeviceMesh
 from .placement import Partial, Placement, Replicate
 from .runtime import moves
+from .sharding.redistribute import free
 
 if TYPE_CHECKING:
     from ._tensor import Tensor
+    from .spec import TensorSpec
 
 __all__ = ["redistribute", "watch_leaf"]
 
@@ -40,8 +42,27 @@ def redistribute(t: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...])
     return moves.redistribute(t, mesh, placements)
 
 
-# Leaves whose gradients arrived in a placement of their own, by graph task (a backward that raised leaves its entry).
-_waiting: dict[int, list[weakref.ref[Tensor]]] = {}
+class _Late(NamedTuple):
+    """A gradient that arrived in a placement of its own, and moves at the end of its backward.
+
+    Attributes:
+        leaf, grad: weakly: a gradient that autograd alone holds lives on in the leaf's ``.grad``, if anywhere.
+        want: how the leaf lies.
+        sum: what the leaf had gathered before, as ``.grad``; while summands are added to it, it is one itself.
+        spec, ref, version: of `sum` before that.
+    """
+
+    leaf: weakref.ref[Tensor]
+    grad: weakref.ref[Tensor]
+    want: TensorSpec
+    sum: Tensor | None = None
+    spec: TensorSpec | None = None
+    ref: Any = None
+    version: int = 0
+
+
+# By graph task (a backward that raised leaves its entry).
+_waiting: dict[int, list[_Late]] = {}
 
 
 def watch_leaf(leaf: Tensor) -> None:
@@ -59,39 +80,82 @@ def watch_leaf(leaf: Tensor) -> None:
         if not hasattr(grad, "_spec"):
             # The leaf went into a plain tensor, from which a plain gradient came.
             return moves.lift(grad.detach(), want.mesh, want.placements)
-        if grad._spec.placements == want.placements and grad._spec.mesh is want.mesh:
+        spec = grad._spec
+        lies_well = spec.placements == want.placements and spec.mesh is want.mesh
+        # Hooks of the user's run after this one, and may place it otherwise.
+        hooked = len(found._backward_hooks or ()) > 1
+        if lies_well and not hooked:
             return None
-        if torch.is_grad_enabled() or found.grad is not None:
-            # A gradient that will be differentiated, or added to another in place, must be right at once.
+        if torch.is_grad_enabled():
+            # A gradient that will be differentiated must be right at once.
+            return redistribute(grad, want.mesh, want.placements)
+        total = cast("Tensor | None", found.grad)
+        if total is None or lies_well:
+            late = _Late(me, weakref.ref(grad), want)
+        elif not hooked and _can_wait(total, spec, want):
+            # Summands are added to it in place, so it is one as well until all are reduced together.
+            late = _Late(me, weakref.ref(grad), want, total, total._spec, total._ref, total._version)
+            with torch.no_grad():
+                summand = moves.redistribute(total, spec.mesh, spec.placements)
+            total._spec, total._ref = summand._spec, summand._ref
+        else:
             return redistribute(grad, want.mesh, want.placements)
         task = torch._C._current_graph_task_id()
-        leaves = _waiting.get(task)
-        if leaves is None:
+        entries = _waiting.get(task)
+        if entries is None:
             # Tasks end before others begin, but for nested ones: what is far older has raised.
             for old in [t for t in _waiting if t < task - 1000]:
                 del _waiting[old]
-            leaves = _waiting[task] = []
+            entries = _waiting[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _move(task))  # type: ignore[attr-defined]
-        leaves.append(me)
+        entries.append(late)
         return None
 
     leaf.register_hook(arrived)
 
 
+def _can_wait(total: Tensor, grad: TensorSpec, want: TensorSpec) -> bool:
+    """Whether `total`, gathered before, becomes what a gradient of spec `grad` can be added to, for nothing."""
+    have = total._spec
+    return (
+        have.mesh is grad.mesh is want.mesh
+        and have.placements == want.placements
+        and have.dtype == grad.dtype
+        and free(have.placements, grad.placements)
+    )
+
+
 def _move(task: int) -> None:
     """At the end of a backward: one command moves every gradient that waits."""
-    by_meshes: dict[Any, list[tuple[Tensor, Any]]] = {}
-    for ref in _waiting.pop(task, ()):
-        leaf = ref()
-        if leaf is None or leaf.grad is None:
-            continue
-        grad, want = cast("Tensor", leaf.grad), leaf._spec
-        if grad._spec.placements == want.placements and grad._spec.mesh is want.mesh:
-            continue
-        target = grad._spec.with_placements(want.placements, want.mesh)
-        by_meshes.setdefault((grad._spec.mesh, want.mesh), []).append((leaf, target))
-    for pairs in by_meshes.values():
-        with torch.no_grad():
-            moved = moves.redistribute_many([(leaf.grad, target) for leaf, target in pairs])  # type: ignore[misc]
-        for (leaf, _), grad in zip(pairs, moved, strict=True):
-            leaf.grad = grad
+    # Proxies of one value move together.
+    found: dict[int, tuple[list[Tensor], TensorSpec]] = {}
+    sums: list[tuple[Tensor, _Late]] = []
+    for late in _waiting.pop(task, ()):
+        leaf = late.leaf()
+        if late.sum is not None:
+            if late.sum._version == late.version:
+                # torch.autograd.grad: nothing was added.
+                late.sum._spec, late.sum._ref = late.spec, late.ref  # type: ignore[assignment]
+            else:
+                sums.append((late.sum, late))
+        for grad in (late.grad(), late.sum, None if leaf is None else cast("Tensor | None", leaf.grad)):
+            if grad is None or not hasattr(grad, "_spec"):
+                continue
+            if grad._spec.placements != late.want.placements or grad._spec.mesh is not late.want.mesh:
+                holders = found.setdefault(grad._ref, ([], late.want))[0]
+                if not any(grad is h for h in holders):
+                    holders.append(grad)
+    by_meshes: dict[Any, list[tuple[list[Tensor], TensorSpec]]] = {}
+    for grads, want in found.values():
+        by_meshes.setdefault((grads[0]._spec.mesh, want.mesh), []).append((grads, want))
+    with torch.no_grad():
+        for group in by_meshes.values():
+            pairs = [(grads[0], grads[0]._spec.with_placements(want.placements, want.mesh)) for grads, want in group]
+            for (grads, _), moved in zip(group, moves.redistribute_many(pairs), strict=True):
+                for grad in grads:
+                    grad._spec, grad._ref = moved._spec, moved._ref
+        for total, late in sums:
+            # Into the memory it had: it may be a view of a buffer, or have views.
+            moved = total.detach()
+            total._spec, total._ref = late.spec, late.ref  # type: ignore[assignment]
+            torch.ops.aten.copy_.default(total, moved)

@@ -1,4 +1,4 @@
-"""Rules of fused scaled dot product attention.
+"""Rules of fused scaled dot product attention, and of torch.nn's fused encoder.
 
 Batch and heads are free, and so are the queries unless the mask is causal; keys must be whole. Where there are fewer
 key heads than query heads (grouped queries), heads are cut in proportion.
@@ -6,6 +6,9 @@ key heads than query heads (grouped queries), heads are cut in proportion.
 
 from __future__ import annotations
 
+from typing import Any
+
+from .infer import Outputs, by_meta, closed_form
 from .rule import Call, Dims, Flow, Rule, linear, rule
 
 __all__: list[str] = []
@@ -57,3 +60,37 @@ def attention_backward(call: Call) -> Rule | None:
         flows=linear((0,)),
         why=_WHY,
     )
+
+
+def _rows_of_mask(call: Call) -> Dims | None:
+    """A padding mask [b, t] (type 1) is cut with the batch; any other is whole."""
+    mask = call.arg("mask")
+    if mask is None:
+        return None
+    return ("b", "") if call.arg("mask_type") == 1 and mask.ndim == 2 else ("",) * mask.ndim
+
+
+@rule("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+def encoder(call: Call) -> Rule:
+    """The fused encoder layer and attention of torch.nn in inference: batches are free."""
+    rows = ("b", "", "")
+    inputs = 1 if call.stem == "_transformer_encoder_layer_fwd" else 3
+    mask = _rows_of_mask(call)
+    weights = [("",) * spec.ndim for spec in call.specs[inputs : len(call.specs) - (mask is not None)]]
+    outs = (
+        [rows]
+        if inputs == 1
+        else [rows, None if call.outs[1] is None else ("b", *("",) * (len(call.outs[1].shape) - 1))]
+    )
+    return Rule(
+        ((rows,) * inputs + tuple(weights) + (() if mask is None else (mask,))),
+        tuple(outs),
+        why="The fused layer wants whole sequences and whole weights on every rank.",
+    )
+
+
+@closed_form("_native_multi_head_attention")
+def unwanted_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+    """Weights that are not asked for are undefined; the meta kernel makes an empty tensor of them."""
+    wanted = args[10] if len(args) > 10 else kwargs.get("need_weights", True)
+    return None if wanted else (by_meta(func, args, kwargs)[0], None)

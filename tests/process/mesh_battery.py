@@ -211,7 +211,8 @@ def test_one_operator_needs_one_mesh() -> None:
         a + b
     assert str(raised.value).startswith(
         "add: tensors of one operator must lie on one mesh, but float32[4] [Replicate()] lies on "
-        "DeviceMesh('cpu', (2)) and float32[4] [Replicate(), Replicate()] on DeviceMesh('cpu', (dp=2, tp=2)).\n  Write:  x = x.redistribute("
+        "DeviceMesh('cpu', (2)) and float32[4] [Replicate(), Replicate()] on DeviceMesh('cpu', (dp=2, tp=2)).\n"
+        "  Write:  x = x.redistribute("
     )
     assert torch.equal((a + b.redistribute(TWO)).to_torch(), torch.full((4,), 2.0))
 

@@ -40,6 +40,26 @@ SAMPLES = [
 ]
 
 
+def encoder(padding: torch.Tensor | None) -> list[Sample]:
+    x, width = rn(3, 4, 6), 6
+    weights = (rn(18, 6), rn(18), rn(6, 6), rn(6))
+    norms = (True, False, 1e-5, rn(6), rn(6), rn(6), rn(6))
+    forward = aten._transformer_encoder_layer_fwd.default
+    mask = () if padding is None else (padding, 1)
+    masked = () if padding is None else (padding, False, True, 1)
+    return [
+        Sample(forward, (x, width, 2, *weights, *norms, rn(8, 6), rn(8), rn(6, 8), rn(6), *mask), {}),
+        Sample(aten._native_multi_head_attention.default, (x, x, x, width, 2, *weights, *masked), {}),
+    ]
+
+
+def test_fused_encoders() -> None:
+    padding = torch.tensor([[False] * 4, [False, False, False, True], [False, False, True, True]])
+    report = sweep([*encoder(None), *encoder(padding)], cap=6)
+    assert not report.wrong, str(report)
+    assert len(report.checked) == 2 and sum(report.checked.values()) > 10, str(report)
+
+
 def test_meshes() -> None:
     report = sweep(SAMPLES, cap=6)
     assert not report.wrong, str(report)
