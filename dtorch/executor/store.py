@@ -7,6 +7,7 @@ never looks for it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,15 +39,25 @@ def shards(value: Any) -> list[torch.Tensor]:
 
 
 def sharing(store: dict[int, Any], values: list[Any]) -> list[int]:
-    """Refs of all values that lie in the memory of any of `values`, poisoned or not: a write to one is a write to all."""
-    mine = {t.untyped_storage().data_ptr() for value in values for t in shards(value) if t.numel()}
+    """Refs of all values that lie in the memory of any of `values`, poisoned or not.
+
+    A write to one is a write to all. All that is stored is looked at, so little is asked of each.
+    """
+    memories = [t.untyped_storage() for value in values for t in shards(value)]
+    spans = sorted({(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memories})
+    starts, ends = [start for start, _ in spans], [end for _, end in spans]
+    low, high = starts[0], max(ends)
+    # What is empty on this executor lies nowhere.
     same = {id(value) for value in values}
     found: list[int] = []
-    for ref, other in store.items():
-        if type(other) is Poison:
-            other = other.old
-            if other is None:
+    for ref, value in store.items():
+        if type(value) is Poison:
+            value = value.old
+            if value is None:
                 continue
-        if id(other) in same or any(t.untyped_storage().data_ptr() in mine for t in shards(other)):
-            found.append(ref)
+        for t in value if type(value) is list else (value,):
+            at = t.data_ptr()
+            if (low <= at < high and at < ends[bisect_right(starts, at) - 1]) or (not at and id(value) in same):
+                found.append(ref)
+                break
     return found
