@@ -369,6 +369,7 @@ class Client:
                 tuple(spec.local_stride(r) for r in ranks),
             )
         )
+        self.pool.name_plan(plan.id, f"an upload of {spec.describe()}")
         self._uploads[spec] = plan
         return plan
 
@@ -425,6 +426,7 @@ class Client:
         executors = tuple(sorted({hosts[r] for r in ranks}))
         plan = Plan(self.plan_id(), "4Q", executors)
         self.send(FetchPlan(plan.id, mesh, shape, stride, spec.dtype, ranks, regions, data))
+        self.pool.name_plan(plan.id, f"a fetch of {spec.describe()}" if data else f"a look at {spec.describe()}")
         self._fetches[spec, data, rank] = plan
         return plan
 

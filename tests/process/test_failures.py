@@ -727,6 +727,7 @@ def test_the_watchdog_names_the_operator() -> None:
         x = dtorch.randn(16, 16)
         kept = torch.linalg.svd(x)
         kept[1].tolist()
+        time.sleep(0.2)
         pid = client().pool.pids[0]
         os.kill(pid, signal.SIGSTOP)
         more = torch.linalg.svd(x)
