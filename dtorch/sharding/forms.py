@@ -156,11 +156,13 @@ def softmax_backward(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
 def layer_norm(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     x, normalized, weight, bias = args[:4]
     m = len(normalized)
-    if x.dtype in _HALF or not m or m > x.ndim or tuple(normalized) != x.shape[x.ndim - m :] or not x.is_contiguous:
+    if not m or m > x.ndim or tuple(normalized) != x.shape[x.ndim - m :]:
         return None
-    if any([w is not None and (w.shape != tuple(normalized) or w.dtype != x.dtype) for w in (weight, bias)]):
+    given = [w for w in (weight, bias) if w is not None]
+    mixed = x.dtype in _HALF and bool(given) and all([w.dtype == torch.float32 for w in given])
+    if any([w.shape != tuple(normalized) or (w.dtype != x.dtype and not mixed) for w in given]):
         return None
-    stat = _packed((*x.shape[: x.ndim - m], *(1,) * m), x.dtype)
+    stat = _packed((*x.shape[: x.ndim - m], *(1,) * m), torch.float32 if mixed else x.dtype)
     return _packed(x.shape, x.dtype), stat, stat
 
 
@@ -203,9 +205,10 @@ def rearranged(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
 def sort(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     x, dim = args[0], _bind(func, args, kwargs)["dim"]
     n = max(x.ndim, 1)
-    if not -n <= dim < n or not x.is_contiguous:
+    if not -n <= dim < n:
         return None
-    return _packed(x.shape, x.dtype), _packed(x.shape, torch.int64)
+    stride = dense_stride(x)
+    return OutMeta(x.shape, stride, x.dtype), OutMeta(x.shape, stride, torch.int64)
 
 
 @closed_form("native_dropout")
@@ -308,9 +311,10 @@ def nll_loss_backward(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
 @closed_form("native_dropout_backward")
 def dropout_backward(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     grad, mask = args[:2]
-    if grad.shape != mask.shape or not grad.dtype.is_floating_point:
+    if grad.shape != mask.shape:
         return None
-    return (OutMeta(grad.shape, iterated_stride([grad, mask], grad.shape), grad.dtype),)
+    dtype = grad.dtype if _is_float(grad.dtype) else torch.get_default_dtype()
+    return (OutMeta(grad.shape, iterated_stride([grad, mask], grad.shape), dtype),)
 
 
 def _heads_inside(x: TensorSpec) -> OutMeta:

@@ -234,9 +234,10 @@ def _pointwise(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     order = _ORDERS.get(sig.stem)
     if order is not None and len(order) == len(specs):
         specs = [specs[i] for i in order]
-    if sig.stem == "ldexp":  # x * pow(2, other), and the power is contiguous
+    if sig.stem == "ldexp" and not (specs[1].dtype.is_complex or specs[1].dtype in (torch.float16, torch.bfloat16)):
+        # x * pow(2, other), and the power is contiguous
         specs[1] = TensorSpec.of(specs[1].shape, None, specs[1].dtype, specs[1].mesh, specs[1].placements)
-    if sig.op == "aten.pow.Scalar":
+    if sig.op == "aten.pow.Scalar" or (sig.stem == "angle" and specs[0].dtype.is_complex):
         stride = contiguous_stride(shape)
     else:
         stride = iterated_stride(specs, shape, _has_wrapped_number(sig, args, kwargs))
