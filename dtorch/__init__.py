@@ -72,7 +72,9 @@ _NAMES: dict[str, str] = {
          "shutdown", "tensors_redistribute_by_dict"],
         "control",
     ),
+    **dict.fromkeys(["fork_rng", "initial_seed", "seed"], "random"),
     **dict.fromkeys(["distribute_module"], "distributed.tensor"),
+    "visualize_sharding": "distributed.tensor.debug",
     **dict.fromkeys(
         [
             "ColwiseParallel",
@@ -86,7 +88,7 @@ _NAMES: dict[str, str] = {
         "distributed.tensor.parallel",
     ),
 }  # fmt: skip
-_MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement".split())
+_MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement random".split())
 
 
 # Modules whose names say nothing of a tensor yet: they start nothing.

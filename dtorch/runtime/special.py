@@ -18,6 +18,7 @@ from . import dispatch as _dispatch
 from .client import client
 from .copies import mark, refuse_write, settled, version_of
 from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
+from .generators import draw_here, has_generator
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
 from .plans import decide, define, may_move, one_mesh, remember
 
@@ -252,6 +253,8 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
         return _on_common_mesh(func, args, kwargs, proxies)
     if _stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put") and _has_mask(args):
         return _masked(func, args, kwargs)
+    if has_generator(args, kwargs):
+        return draw_here(func, args, kwargs)
     c = client()
     c.check()
     for t in proxies:

@@ -6,6 +6,7 @@ key heads than query heads (grouped queries), heads are cut in proportion.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .infer import Outputs, by_meta, closed_form
@@ -90,7 +91,7 @@ def encoder(call: Call) -> Rule:
 
 
 @closed_form("_native_multi_head_attention")
-def unwanted_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+def unwanted_weights(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
     """Weights that are not asked for are undefined; the meta kernel makes an empty tensor of them."""
     wanted = args[10] if len(args) > 10 else kwargs.get("need_weights", True)
     return None if wanted else (by_meta(func, args, kwargs)[0], None)
