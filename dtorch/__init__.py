@@ -74,7 +74,7 @@ _NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(["fork_rng", "initial_seed", "seed"], "random"),
     **dict.fromkeys(["distribute_module"], "distributed.tensor"),
-    "visualize_sharding": "distributed.tensor.debug",
+    **dict.fromkeys(["CommDebugMode", "visualize_sharding"], "distributed.tensor.debug"),
     **dict.fromkeys(
         [
             "ColwiseParallel",

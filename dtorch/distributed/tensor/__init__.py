@@ -8,12 +8,14 @@ from ..._tensor import Tensor as DTensor
 from ...factories import distribute_tensor, empty, from_local, full, ones, rand, randn, zeros
 from ...placement import Partial, Placement, Replicate, Shard
 from . import debug, parallel, placement_types
+from .debug import CommDebugMode, visualize_sharding
 from .module import distribute_module
 
 if not hasattr(DTensor, "from_local"):
     DTensor.from_local = staticmethod(from_local)  # type: ignore[attr-defined]
 
 __all__ = [
+    "CommDebugMode",
     "DTensor",
     "Partial",
     "Placement",
@@ -30,5 +32,6 @@ __all__ = [
     "placement_types",
     "rand",
     "randn",
+    "visualize_sharding",
     "zeros",
 ]

@@ -1,11 +1,12 @@
-"""``torch.distributed.tensor.debug``: who holds what of a tensor, as a picture in text."""
+"""``torch.distributed.tensor.debug``: who holds what of a tensor, as a picture in text; CommDebugMode."""
 
 from __future__ import annotations
 
 from ..._tensor import Tensor
 from ...spec import TensorSpec
+from .comm_mode import CommDebugMode
 
-__all__ = ["sharding_table", "visualize_sharding"]
+__all__ = ["CommDebugMode", "sharding_table", "visualize_sharding"]
 
 Span = tuple[int, int]
 
