@@ -57,7 +57,7 @@ conformance: $(STAMP)-test
 	$(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)
 
 device: $(STAMP)-test
-	$(BIN)/python -m pytest tests/device -rs $(PYTEST_ARGS)
+	$(BIN)/python tests/device/check.py $(CHECK_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

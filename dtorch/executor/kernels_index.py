@@ -6,6 +6,7 @@ index outside the *global* dim raises on every rank, with torch's message: maske
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +31,22 @@ Region = tuple[tuple[int, int], ...]
 def _local(index: torch.Tensor, start: int, length: int, size: int, wrap: bool = False) -> tuple[Any, torch.Tensor]:
     """(index into the slice, where it does not fall into the slice) of an index into a dim of `size`."""
     low = -size if wrap else 0
-    if index.numel() and not bool(((index >= low) & (index < size)).all()):
-        raise IndexError(f"index out of range in self: indices must lie in [{low}, {size})")
+    if index.numel():
+        message = f"index out of range in self: indices must lie in [{low}, {size})"
+        _require(((index >= low) & (index < size)).all(), IndexError, lambda: message)
     if wrap:
         index = torch.where(index < 0, index + size, index)
     index = index - start
     outside = (index < 0) | (index >= length)
     return index.masked_fill_(outside, 0), outside
+
+
+def _require(holds: torch.Tensor, error: type[Exception], message: Callable[[], str]) -> None:
+    """Raise unless `holds`. On a GPU it is asserted there, as torch's own lookups do: nothing waits for the answer."""
+    if holds.is_cuda:
+        torch._assert_async(holds)
+    elif not bool(holds):
+        raise error(message())
 
 
 def _blank(out: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
@@ -164,8 +174,7 @@ def _class_target(x: torch.Tensor, target: torch.Tensor, ignore_index: int, star
     """Targets as indices into this rank's classes; -1 for all others and for `ignore_index`."""
     ignored = target == ignore_index
     bad = ((target < 0) | (target >= size)) & ~ignored
-    if bool(bad.any()):
-        raise IndexError(f"Target {int(target[bad][0])} is out of bounds.")
+    _require(~bad.any(), IndexError, lambda: f"Target {int(target[bad][0])} is out of bounds.")
     mine = target - start
     return mine.masked_fill_(ignored | (mine < 0) | (mine >= x.shape[-1]), -1)
 

@@ -27,7 +27,7 @@ def _gradients(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Seq
         made = forward(*leaves)
         outs = made if isinstance(made, tuple) else (made,)
         pairs = [(out, grad.clone()) for out, grad in zip(outs, grads, strict=True) if grad is not None]
-        found: Sequence[Tensor | None] = torch.autograd.grad(
+        found: Any = torch.autograd.grad(
             [out for out, _ in pairs], leaves, [grad for _, grad in pairs], allow_unused=True
         )
         return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]

@@ -578,7 +578,7 @@ class Client:
         versions = self._random
         stale = tuple(e for e in executors if versions[e] != latest)
         if stale:
-            root = self._newest(kind)
+            root = self.random_root(kind)
             members = tuple(sorted({root, *stale}))
             self.send(SyncRandom(root, members, self.region(members)))
             for e in stale:
@@ -587,7 +587,16 @@ class Client:
         for e in executors:
             versions[e] = latest
 
-    def _newest(self, gpu: bool) -> int:
+    def random_kinds(self) -> tuple[bool, ...]:
+        """The kinds of generators there are: those of CPUs (False), and those of GPUs (True) once a GPU is used."""
+        self.ensure(1)
+        return tuple(sorted({e >= self.accelerators for e in self.writer.readers}))
+
+    def draws(self, gpu: bool) -> int:
+        """A number that changes with every draw of the kind."""
+        return self._random_newest[gpu]
+
+    def random_root(self, gpu: bool) -> int:
         """An executor whose generator has seen all draws of its kind."""
         return next(
             e for e, v in self._random.items() if v == self._random_newest[gpu] and (e >= self.accelerators) == gpu
@@ -597,18 +606,18 @@ class Client:
         """The command that draws was issued."""
         self._random_lock.release()
 
-    def random_state(self) -> bytes:
-        """The generator's state, as torch's CPU generator gives it."""
+    def random_state(self, gpu: bool = False) -> bytes:
+        """The generator's state, as torch's generator of the kind gives it."""
         self.ensure(1)
-        root = self._newest(False)
+        root = self.random_root(gpu)
         return self.ask(lambda token: SendRandom(root, token), root)
 
-    def set_random_state(self, state: bytes) -> None:
-        """Every generator of a CPU continues from `state`."""
+    def set_random_state(self, state: bytes, gpu: bool = False) -> None:
+        """Every generator of the kind continues from `state`."""
         self.ensure(1)
-        members = tuple(e for e in self.writer.readers if e < self.accelerators)
+        members = tuple(e for e in self.writer.readers if (e >= self.accelerators) == gpu)
         self.send(SyncRandom(0, members, None, state))
-        self._random_latest = self._random_newest[False] = self._random_latest + 1
+        self._random_latest = self._random_newest[gpu] = self._random_latest + 1
         self._random.update(dict.fromkeys(members, self._random_latest))
 
     def wait_here(self) -> None:

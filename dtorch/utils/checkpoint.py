@@ -23,22 +23,20 @@ __all__ = ["checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop"]
 
 
 class _AskedState:
-    """The state that the executors' generators have at this point of the program; asked for now, read later."""
+    """The state that the generators of CPUs or of GPUs have at this point of the program; asked for now, read later."""
 
     # (executor, token) of states that nobody will read, whose replies are to be thrown away when they come.
     _unwanted: ClassVar[set[tuple[int, int]]] = set()
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: bool) -> None:
         self._client = c = client()
-        c.ensure(1)
         # Long programs ask often and read seldom: take in what came, so that no executor waits to be read.
         c.drain()
         for key in self._unwanted & c._replies.keys():
             del c._replies[key]
             self._unwanted.discard(key)
-        self.draws = c._random_latest
-        root = next(e for e, latest in c._random.items() if latest == c._random_latest)
-        self._key = (root, next(c._tokens))
+        self.draws = c.draws(gpu)
+        self._key = (c.random_root(gpu), next(c._tokens))
         self._state: bytes | None = None
         c.send(SendRandom(*self._key), sync=True)
 
@@ -66,25 +64,26 @@ class _SameDraws:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._before: _AskedState | None = None
+        # Of CPUs (False) and of GPUs (True), where it drew of those.
+        self._before: dict[bool, _AskedState] = {}
         self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        c = client()
         if not self._called:
-            self._called, before = True, _AskedState()
+            self._called, before = True, {gpu: _AskedState(gpu) for gpu in c.random_kinds()}
             try:
                 return self._function(*args, **kwargs)
             finally:
-                if client()._random_latest != before.draws:
-                    self._before = before
-        if self._before is None:
-            return self._function(*args, **kwargs)
-        after = client().random_state()
-        client().set_random_state(self._before.read())
+                self._before = {gpu: asked for gpu, asked in before.items() if c.draws(gpu) != asked.draws}
+        after = {gpu: c.random_state(gpu) for gpu in self._before}
+        for gpu, asked in self._before.items():
+            c.set_random_state(asked.read(), gpu)
         try:
             return self._function(*args, **kwargs)
         finally:
-            client().set_random_state(after)
+            for gpu, state in after.items():
+                c.set_random_state(state, gpu)
 
 
 def checkpoint(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from dtorch.runtime.shared import EXECUTOR_DONE, EXECUTOR_READ, executor_line
 
 from . import delayed_device
 from .delayed_device import REUSED
+from .scripts import run_script
 
 R, P, S = dtorch.Replicate(), dtorch.Partial(), dtorch.Shard
 LATE = {"delay": 0.0, "pinned": 16 << 20}
@@ -198,6 +201,23 @@ def test_generators_of_cpus_and_gpus_are_apart(late: Late) -> None:
     assert torch.equal(dtorch.randn(8).to_torch(), second)
 
 
+def test_a_checkpoint_draws_the_same_again_on_gpus(late: Late) -> None:
+    late.start(delay=0.002)
+    values = {}
+    for name in ("cpu", "cuda"):
+        mesh = dtorch.DeviceMesh(name, [0])
+        dtorch.manual_seed(1)
+        x = dtorch.Tensor(torch.ones(64), mesh).requires_grad_()
+        dtorch.rand(3)  # the generators of CPUs draw in between
+        if name == "cpu":
+            dtorch.manual_seed(1)
+        y = dtorch.utils.checkpoint.checkpoint(torch.nn.functional.dropout, x, 0.5, use_reentrant=False)
+        y.square().sum().backward()
+        values[name] = (y.detach().to_torch(), x.grad.to_torch())
+        assert torch.equal(values[name][1], 2 * values[name][0] * (values[name][0] != 0) * 2)
+    assert torch.equal(values["cpu"][0], values["cuda"][0])
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -279,6 +299,13 @@ def test_a_lost_device_ends_its_executor(late: Late) -> None:
     lost = dtorch.from_local(_lose, mesh, [R], shape=(1,))
     with pytest.raises(ExecutorDiedError, match="device-side assert triggered"):
         lost.to_torch()
+
+
+def test_the_checks_for_a_gpu_run_on_the_stand_in(tmp_path: Path) -> None:
+    names = ["operators", "training", "simulated ranks", "between CPU and GPU", "memory stays flat"]
+    run_script("tests/device/check.py", "--rehearse", "--json", tmp_path / "found.json", "--only", *names)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["outcome"] for row in found["checks"]] == ["ok"] * len(names)
 
 
 def test_device_contexts_of_torch_work_beside_dtorch() -> None:

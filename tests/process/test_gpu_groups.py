@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,16 @@ def test_poison_is_known_to_all_before_anything_is_sent() -> None:
     with Pool(2) as pool:
         plan = pool.plan(spec, R)
         assert pool.finish(pool.start(work)) == [want, want]
+
+
+def test_a_group_of_one() -> None:
+    """What tests/device/there.py does on a GPU."""
+    group = OverGloo(os.memfd_create("group"), 0, (0,), 0, lambda: 0)
+    for dtype, divisor in ((torch.float32, 1), (torch.bfloat16, 2)):
+        x = torch.arange(1000.0).to(dtype)
+        out = torch.empty_like(x)
+        assert group.all_reduce([x], out, [(0, 0)], "sum", divisor) == 0
+        assert torch.equal(out, (x.float() / divisor).to(dtype))
 
 
 def test_a_transfer_that_cannot_be_enqueued_ends_the_executor() -> None:
