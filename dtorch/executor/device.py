@@ -60,6 +60,7 @@ _STATISTICS = frozenset(
         "native_batch_norm.default",
         "_native_batch_norm_legit.default",
         "_native_batch_norm_legit.no_stats",
+        "_native_batch_norm_legit_no_training.default",
         "_fused_rms_norm.default",
     )
 )

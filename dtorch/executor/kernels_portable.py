@@ -50,7 +50,7 @@ def portable_attention(
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, heads, length = query.shape[:3]
     # The CPU's lies transposed.
-    return out, query.new_zeros((batch, length, heads), dtype=kind).transpose(1, 2)
+    return out, query.new_empty((batch, length, heads), dtype=kind).transpose(1, 2)
 
 
 def portable_attention_backward(
@@ -82,15 +82,18 @@ def _normal(t: Tensor) -> Tensor:
 
 
 def _lstm(
-    input: Tensor, weights: Sequence[Tensor], hx: Tensor, cx: Tensor, reverse: bool, mode: int, bias: bool
+    input: Tensor, weights: Sequence[Tensor], hx: Tensor, cx: Tensor, reverse: bool, mode: int, bias: bool, train: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer in one direction over `input` (time first): output, last hidden state, last cell state."""
+    """One layer in one direction over `input` (time first): output, last hidden state, last cell state.
+
+    `train` where a backward follows, which cuDNN refuses otherwise; it changes no value.
+    """
     if mode != _LSTM:
         raise NotImplementedError(f"mkldnn_rnn_layer of mode {mode}: torch uses it for LSTM (mode {_LSTM}) alone")
     steps = input.flip(0) if reverse else input
     # Shapes (batch, hidden) and (1, batch, hidden) both occur.
     states = [t.reshape(1, *t.shape[-2:]) for t in (hx, cx)]
-    out, hy, cy = torch.lstm(steps, states, list(weights if bias else weights[:2]), bias, 1, 0.0, False, False, False)
+    out, hy, cy = torch.lstm(steps, states, list(weights if bias else weights[:2]), bias, 1, 0.0, train, False, False)
     return (out.flip(0) if reverse else out), hy.reshape(hx.shape), cy.reshape(cx.shape)
 
 
@@ -114,7 +117,7 @@ def portable_rnn_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``mkldnn_rnn_layer``; the last result, its workspace, is empty."""
     weights = (weight0, weight1, weight2, weight3)
-    out, hy, cy = _lstm(input, weights, hx_, cx_, reverse, mode, has_biases)
+    out, hy, cy = _lstm(input, weights, hx_, cx_, reverse, mode, has_biases, False)
     return out, hy, cy, input.new_empty(0, dtype=torch.uint8)
 
 
@@ -146,7 +149,7 @@ def portable_rnn_layer_backward(
     """``mkldnn_rnn_layer_backward``: gradients of input, the four weights, and both states."""
 
     def forward(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, h: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-        return _lstm(x, (a, b, c, d), h, s, reverse, mode, has_biases)
+        return _lstm(x, (a, b, c, d), h, s, reverse, mode, has_biases, True)
 
     inputs = (input, weight1, weight2, weight3, weight4, hx_, cx_tmp)
     return tuple(_gradients(forward, inputs, (grad_output, grad_hy, grad_cy)))
