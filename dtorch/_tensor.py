@@ -202,7 +202,7 @@ class Tensor(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """As ``torch.Tensor.to``; a mesh replicates there, a device gathers to the one-device mesh of that device."""
         if args and isinstance(args[0], DeviceMesh):
-            return self.redistribute(args[0])
+            return self.redistribute(args[0], [Replicate()] * args[0].ndim)
         device = kwargs.pop("device", None)
         if args and isinstance(args[0], (str, torch.device, int)):
             device, args = args[0], args[1:]

@@ -346,3 +346,11 @@ def test_collectives_are_refused_with_what_to_write(name: str, instead: str) -> 
 def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         dist.nonsense  # noqa: B018
+
+
+def test_to_a_mesh_replicates_there() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    values = torch.arange(10.0).reshape(5, 2)
+    t = dtorch.distribute_tensor(values, mesh, [Shard(0)]).to(mesh)
+    assert t.placements == [Replicate()]
+    assert torch.equal(t.to_torch(), values)
