@@ -211,12 +211,13 @@ class Tensor(torch.Tensor):
             moved = self.redistribute_like(other) if isinstance(other, Tensor) else self
             return moved.to(other.dtype)
         moved = self
+        if str(device) == "meta":
+            return torch.Tensor.to(self, "meta", *args, **kwargs)  # type: ignore[return-value]
         if device is not None:
             mesh = as_mesh(f"cuda:{device}" if isinstance(device, int) else device)
-            # The type alone ("cpu") names every device of that type: a tensor that lies there stays.
-            if mesh.device_type != self._spec.mesh.device_type or (self.is_dtensor and str(device) != self.device.type):
-                moved = self.redistribute(mesh)
-            elif self.is_dtensor:
+            # t.to(t.device) is t, as everywhere in torch; to say "gather here", one writes the device as a string.
+            own = isinstance(device, torch.device) and device == self.device
+            if not own and (mesh.device_type != self._spec.mesh.device_type or self.is_dtensor):
                 moved = self.redistribute(mesh)
         kwargs.pop("non_blocking", None)
         if not args and not kwargs:
@@ -286,9 +287,13 @@ class Tensor(torch.Tensor):
         array.flags.writeable = False
         return array
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Tensor:
+        # What numpy computed of it comes back to its mesh, whole on every rank.
+        return moves.lift(torch.from_numpy(array), self._spec.mesh)
 
     def __bool__(self) -> bool:
         if self.numel() != 1:
@@ -356,6 +361,17 @@ class Tensor(torch.Tensor):
             plain.requires_grad_()
         return plain.__reduce_ex__(protocol)
 
+    def set_(self, source: Any = None, *args: Any) -> Tensor:  # type: ignore[override]
+        """Become `source`, as ``self.data = source``.
+
+        Raises:
+            RuntimeError: `source` is a storage, or nothing: a dtorch tensor has none in this process.
+        """
+        if args or not isinstance(source, torch.Tensor):
+            raise RuntimeError("set_() of a dtorch tensor takes a tensor.\n  Write:  t.set_(other)  or  t.data = other")
+        self.data = source
+        return self
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The value without its history: shares memory with this tensor."""
@@ -393,6 +409,28 @@ class Tensor(torch.Tensor):
         torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if value and self.is_leaf:
             watch_leaf(self)
+
+    # -- functions that torch answers from memory of its own ----------------------------------------------------
+
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> Tensor:
+        """As torch's: `data`, copied to this tensor's mesh; its dtype is this tensor's where none is given."""
+        if isinstance(data, Tensor):
+            out: Any = data.detach().clone().to(dtype or self.dtype)
+        else:
+            plain = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data)
+            mesh = self._spec.mesh if device is None else as_mesh(device)
+            out = moves.lift(plain.to(dtype or self.dtype), mesh)
+        return out.requires_grad_() if requires_grad else out
+
+    def tensor_split(  # type: ignore[override]
+        self, indices_or_sections: Any, dim: int = 0
+    ) -> tuple[Tensor, ...]:
+        """As torch's; indices in a tensor are read, which waits."""
+        if isinstance(indices_or_sections, Tensor):
+            indices_or_sections = indices_or_sections.tolist()
+        return torch.Tensor.tensor_split(self, indices_or_sections, dim)  # type: ignore[return-value]
 
     # -- what a proxy has not -----------------------------------------------------------------------------------
 

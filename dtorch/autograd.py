@@ -72,12 +72,14 @@ def watch_leaf(leaf: Tensor) -> None:
     leaf._watched = True
     me = weakref.ref(leaf)
 
-    def arrived(grad: Tensor) -> Tensor | None:
+    def arrived(grad: Tensor | None) -> Tensor | None:
         found = me()
-        if found is None:
+        if found is None or grad is None:
             return None
         want = found._spec
         if not hasattr(grad, "_spec"):
+            if not torch._C._dispatch_keys(grad).has(torch._C.DispatchKey.CPU):
+                return None  # vmap over gradients: the mesh is inside, and the batch knows of no placements
             # The leaf went into a plain tensor, from which a plain gradient came.
             return moves.lift(grad.detach(), want.mesh, want.placements)
         spec = grad._spec

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.dlpack as torch_dlpack
 from torch.utils._device import _device_constructors
 
 from . import graph
@@ -467,6 +468,10 @@ def _route(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
         return ours(*args, **kwargs)
 
     routed._dtorch_original = original  # type: ignore[attr-defined]
+    builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
+    if builtin is not None:
+        # TorchScript (forward-mode AD compiles with it) knows torch's functions by identity.
+        torch.jit._builtins._register_builtin(routed, builtin)  # type: ignore[attr-defined]
     return routed
 
 
@@ -478,6 +483,21 @@ def install() -> None:
         original = getattr(torch, name)
         if not hasattr(original, "_dtorch_original"):
             setattr(torch, name, _route(original, ours))
+    for place, name in ((torch, "to_dlpack"), (torch_dlpack, "to_dlpack")):
+        original = getattr(place, name)
+        if not hasattr(original, "_dtorch_original"):
+            setattr(place, name, _with_memory(original))
+
+
+def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which takes a tensor's memory without asking it, for tensors that have some."""
+
+    @functools.wraps(original)
+    def checked(tensor: torch.Tensor) -> Any:
+        return tensor.__dlpack__() if isinstance(tensor, Tensor) else original(tensor)
+
+    checked._dtorch_original = original  # type: ignore[attr-defined]
+    return checked
 
 
 install()

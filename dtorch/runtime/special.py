@@ -87,13 +87,28 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _on_client(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operators whose result's shape depends on data: the inputs are fetched, the result is replicated."""
+    """Operators whose result's shape is known with its values only: inputs are fetched, the result is replicated."""
     mesh = one_mesh([t._spec for t in tensors_of(args, kwargs) if is_proxy(t)], func._schema.name)
     cls = _dispatch._tensor
     plain_args = tuple(to_plain(a, cls) for a in args)
     plain_kwargs = {k: to_plain(v, cls) for k, v in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
     return _map(result, lambda t: lift(t, mesh))
+
+
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The storage of a dtorch tensor begins with the tensor itself, as its ``storage_offset()`` of 0 says.
+
+    So an offset counts from there, for a view as well; torch's composites (``fill_diagonal_``) pass the 0 they saw.
+    """
+    given = dict(zip(signature(func).arguments, args, strict=False)) | kwargs
+    t, size, stride = given["self"], given["size"], given["stride"]
+    offset = given.get("storage_offset") or 0
+    if offset:
+        end = offset + (sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1 if all(size) else 0)
+        line = dispatch(None, func, (), (t, [end], [1]))
+        t = dispatch(None, torch.ops.aten.slice.Tensor, (), (line, 0, offset, end))
+    return Again((t, size, stride), {})
 
 
 def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,9 +124,8 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """t_, transpose_, squeeze_, …: the proxy becomes the view; other proxies of the value stay as they are."""
-    name = func._schema.name.partition("::")[2].removesuffix("_")
-    functional = getattr(getattr(torch.ops.aten, name), func._overloadname)
-    made = dispatch(None, functional, (), args, kwargs)
+    # Another overload name may stand for the same arguments: transpose_.default, transpose.int.
+    made = dispatch(None, _functional(func), (), args, kwargs)
     t = args[0]
     with torch._C._DisableTorchDispatch():
         func(*args, **kwargs)
@@ -157,9 +171,9 @@ def _stem(func: Any) -> str:
 
 
 def _functional(func: Any) -> Any:
-    """The overload of the same operator that returns its result instead of writing it."""
+    """The overload of the same operator that returns its result instead of writing it or becoming it."""
     wanted = [str(a.type) for a in func._schema.arguments if not a.is_out]
-    packet = getattr(torch.ops.aten, _stem(func))
+    packet = getattr(torch.ops.aten, _stem(func).removesuffix("_"))
     for name in packet.overloads():
         found = getattr(packet, name)
         schema = found._schema
@@ -169,7 +183,14 @@ def _functional(func: Any) -> Any:
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`to` never leaves the mesh by itself: devices are what `Tensor.to` is asked for, and it answers itself."""
+    """`to` never leaves the mesh by itself: devices are what `Tensor.to` is asked for, and it answers itself.
+
+    A shape without values, on "meta", is of no mesh; torch's forward-mode AD computes with those.
+    """
+    device = kwargs.get("device")
+    if device is not None and device.type == "meta":
+        t = args[0]
+        return torch.empty_strided(t.shape, t.stride(), dtype=kwargs.get("dtype") or t.dtype, device=device)
     return Again(args, {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")})
 
 
@@ -192,10 +213,24 @@ _SPECIAL: dict[str, Special] = {
     "aten.lift_fresh.default": _same_value,
     "aten._local_scalar_dense.default": _item,
     "aten.equal.default": _equal,
+    "aten.is_same_size.default": lambda func, args, kwargs: args[0].shape == args[1].shape,
+    "aten._has_same_storage_numel.default": lambda func, args, kwargs: args[0].numel() == args[1].numel(),
+    "aten.is_set_to.default": lambda func, args, kwargs: (
+        all(is_proxy(t) for t in args) and args[0]._spec is args[1]._spec and args[0]._ref == args[1]._ref
+    ),
+    "aten.as_strided.default": _as_strided,
     "aten._to_copy.default": _to_copy,
     "aten.resize_.default": _refuse("its memory lies on the executors; make a new tensor of the wanted shape"),
     "aten.set_.source_Tensor": _refuse("write t.data = other, or t.copy_(other)"),
     "aten.set_.source_Storage_storage_offset": _refuse("its memory lies on the executors; write t.copy_(other)"),
+    **dict.fromkeys(
+        [
+            "aten.quantize_per_tensor.default",
+            "aten.quantize_per_tensor.tensor_qparams",
+            "aten.quantize_per_channel.default",
+        ],
+        _refuse("quantized tensors cannot be distributed; quantize t.to_torch()"),
+    ),
     "aten.is_pinned.default": lambda func, args, kwargs: False,
     "aten._pin_memory.default": _same_value,
 }
@@ -261,15 +296,24 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
         c.refuse_lost(t._ref)
     if len(op.plans) > c.config.plan_cache:
         op.plans.pop(next(iter(op.plans)))
-    call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor)
+    try:
+        call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor)
+    except NotImplementedError:
+        if any(a.alias_info is not None for a in func._schema.arguments):
+            raise
+        # torch itself cannot tell the shape of the result without computing it (geqrf).
+        plan = OperatorPlan(c, 0, "", ())
+        plan.kind, plan.defer = DEFERRED, _on_client
+        op.plans[key] = plan
+        return _on_client(func, args, kwargs)
     if isinstance(decided, Recipe):
-        recipe = decided
+        recipe, run = decided, _laid(decided.fn, call.outs)
         plan = OperatorPlan(c, 0, "", ())
         plan.kind = DEFERRED
         if recipe.strict:
-            plan.defer = recipe.fn
+            plan.defer = run
         else:
-            plan.defer = lambda f, a, k: recipe.fn(f, a, k) if may_move() else _decide_again(op, a, k)
+            plan.defer = lambda f, a, k: run(f, a, k) if may_move() else _decide_again(op, a, k)
         op.plans[key] = plan
         return plan.defer(func, args, kwargs)
     if decided.moves:
@@ -306,6 +350,30 @@ def _of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = _map_call(args, kwargs, settled)  # type: ignore[arg-type]
     result = dispatch(None, func, (), args, kwargs)
     return _map(result, lambda t: mark(t, version)) if _views(func) else result  # type: ignore[arg-type]
+
+
+def _laid(run: Special, outs: tuple[Any, ...]) -> Special:
+    """`run`, a recipe, with new results in the memory order that the operator itself gives them."""
+
+    def laid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = run(func, args, kwargs)
+        if any(signature(func).writes):
+            return result
+        strides = iter([m.stride for m in outs if m is not None])
+
+        def lay(t: torch.Tensor) -> torch.Tensor:
+            want = next(strides, t.stride())
+            if all(n < 2 or a == b for n, a, b in zip(t.shape, t.stride(), want, strict=False)) or not t.numel():
+                return t
+            order = sorted(range(t.ndim), key=lambda d: -want[d])
+            back = [order.index(d) for d in range(t.ndim)]
+            aten = torch.ops.aten
+            packed = aten.clone.default(aten.permute.default(t, order), memory_format=torch.contiguous_format)
+            return aten.permute.default(packed, back)
+
+        return _map(result, lay)
+
+    return laid
 
 
 def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
