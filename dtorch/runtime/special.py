@@ -19,6 +19,7 @@ from .client import client
 from .copies import mark, refuse_write, settled, version_of
 from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
 from .generators import draw_here, has_generator
+from .indices import check_indices
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
 from .plans import decide, define, may_move, one_mesh, remember
 
@@ -286,8 +287,10 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
     mesh = _common_mesh(proxies, func)
     if mesh is None:
         return _on_common_mesh(func, args, kwargs, proxies)
-    if _stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put") and _has_mask(args):
-        return _masked(func, args, kwargs)
+    if _stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"):
+        check_indices(args[0], args[1])
+        if _has_mask(args):
+            return _masked(func, args, kwargs)
     if has_generator(args, kwargs):
         return draw_here(func, args, kwargs)
     c = client()
