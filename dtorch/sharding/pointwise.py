@@ -151,6 +151,8 @@ def _flows(call: Call) -> tuple[tuple[Flow, ...], tuple[str, ...]]:
             continue  # a conversion to integers is not linear
         elif result == "real" and "complex" in mine and stem not in ("real", "imag"):
             continue
+        elif "complex" not in mine and any([torch.promote_types(specs[i].dtype, out.dtype) != out.dtype for i in ins]):
+            continue  # summands would round, or overflow, before they are summed
         else:
             flows += partials(("sum", "avg"), ins)
         constants += [a for a in s if a not in at and call.arg(a) is not None]

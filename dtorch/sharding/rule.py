@@ -320,7 +320,8 @@ def free_numbers(func: torch._ops.OpOverload) -> tuple[bool, ...]:
         if entry is not None and entry.free:
             sig.free = tuple(a in entry.free for a in sig.arguments)
         elif pointwise:
-            sig.free = tuple(t in NUMBER_TYPES for t in sig.types)
+            # A number stands in the place of a tensor too: t * 0.5 is a call of mul.Tensor.
+            sig.free = tuple(t in NUMBER_TYPES or t == "Tensor" for t in sig.types)
         else:
             sig.free = (False,) * len(sig.arguments)
     return sig.free

@@ -152,11 +152,18 @@ class Program:
         for dim, p in enumerate(placements):
             if not isinstance(p, Partial):
                 continue
+            made: dict[Any, list[torch.Tensor]] = {}  # replicas hold the same summands
             for start in range(self.mesh.nranks):
                 if self.mesh.coordinates[start][dim] == 0:
                     step = math.prod(self.mesh.shape[dim + 1 :])
                     line = [start + step * i for i in range(self.mesh.shape[dim])]
-                    parts = self.split(pieces[start], len(line), p.reduce_op)
+                    own = tuple(
+                        -1 if isinstance(q, Replicate) else c
+                        for q, c in zip(placements, self.mesh.coordinates[start], strict=True)
+                    )
+                    if own not in made:
+                        made[own] = self.split(pieces[start], len(line), p.reduce_op)
+                    parts = made[own]
                     for r, part in zip(line, parts, strict=True):
                         pieces[r] = part
         return dtorch.DTensor.from_local(pieces, self.mesh, placements, shape=tuple(value.shape))
