@@ -171,7 +171,7 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
     layout = f"{sum(new) + len(call.specs)}Q" + "".join(kinds)
     plan = OperatorPlan(client, client.plan_id(), layout, executors)
     plan.view = view
-    plan.draws = torch.Tag.nondeterministic_seeded in func.tags
+    plan.draws = _draws(func, call)
     unique = tuple(_local(c, index, view) for c in decided.calls)
     text = describe(call)
     layouts = ()
@@ -206,6 +206,11 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
         plan.kind = GENERAL
         plan.finish = _finisher(shape, decided.outs, new, sig.index, view)
     return plan
+
+
+def _draws(func: Any, call: Call) -> bool:
+    """Whether the call takes random numbers. Fused attention is tagged so for a dropout that is mostly off."""
+    return torch.Tag.nondeterministic_seeded in func.tags and call.arg("dropout_p") != 0.0
 
 
 def _write_names(func: Any) -> frozenset[str]:

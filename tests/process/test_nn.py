@@ -290,3 +290,26 @@ def test_wrappers_that_placements_replace_say_so() -> None:
         nn.DataParallel(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match="data-parallel by its placements"):
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "queries"])
+def test_attention_where_a_rank_has_nothing(dim: int) -> None:
+    """Torch's fused kernel ends the process when there are no heads, or no queries."""
+    mesh = init_device_mesh("cpu", 3)
+    torch.manual_seed(0)
+    plain = [torch.randn(2, 2, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    placements = [Shard(dim), *[Shard(dim) if dim < 2 else Replicate()] * 2]
+    ours = [dtorch.distribute_tensor(t.detach(), mesh, [p]) for t, p in zip(plain, placements, strict=True)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*plain)
+    out = nn.functional.scaled_dot_product_attention(*[t.requires_grad_() for t in ours])
+    assert torch.allclose(out.detach().to_torch(), expected)
+    expected.square().sum().backward()
+    out.square().sum().backward()
+    for t, p in zip(ours, plain, strict=True):
+        assert torch.allclose(t.grad.to_torch(), p.grad)
+
+
+def test_attention_of_nothing() -> None:
+    for shape in [(2, 0, 3, 5), (2, 4, 0, 5), (0, 4, 3, 5)]:
+        t = dtorch.zeros(*shape)
+        assert nn.functional.scaled_dot_product_attention(t, t, t).to_torch().shape == shape
