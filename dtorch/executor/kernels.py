@@ -33,9 +33,7 @@ def filled_pair(like: Tensor, shape: Sequence[int], first: float, second: float)
     return filled(like, shape, first), filled(like, shape, second)
 
 
-def mean_piece(
-    x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None
-) -> Tensor:
+def mean_piece(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
     """This piece's share of the mean over `dims`: its sum over the number of elements of the *whole*.
 
     Half precision is summed in float32: a sum of the piece could overflow where the mean does not.

@@ -327,9 +327,7 @@ def _run_bucket(
     return [], failure
 
 
-def _parted(
-    programs: Sequence[Program], pieces: Sequence[Tensor], copies: list[list[Tensor]]
-) -> list[list[Tensor]]:
+def _parted(programs: Sequence[Program], pieces: Sequence[Tensor], copies: list[list[Tensor]]) -> list[list[Tensor]]:
     """The results in a bucket, each in memory of its own."""
     for piece, made in zip(pieces, copies, strict=True):
         for t in made:

@@ -377,9 +377,7 @@ class Group:
                 cut = parts[me][i]
                 to, own = narrow(out, cut), narrow(sections[me], cut)
                 shape = to.shape
-                reduce(
-                    to, [own if m == me else view(m, sequence, (me - (me > m)) * share, shape, dtype) for m in rows]
-                )
+                reduce(to, [own if m == me else view(m, sequence, (me - (me > m)) * share, shape, dtype) for m in rows])
         return bad
 
     def broadcast_bytes(self, root: int, data: bytes | None) -> bytes:

@@ -27,7 +27,7 @@ _INSTEAD = {
     "numpy": "(await t).numpy()",
     "__array__": "(await t).numpy()",
     "__repr__": "print(await t)",
-    "__format__": "f\"{await t}\"",
+    "__format__": 'f"{await t}"',
     "__bool__": "if await t:",
     "__float__": "float(await t)",
     "__int__": "int(await t)",

@@ -260,5 +260,3 @@ def _layout(part: _Part, me: int, members: tuple[int, ...], world: World) -> dic
         else:
             offset += nbytes
     return layout
-
-

@@ -38,9 +38,7 @@ def _viewed(at: Local) -> None:
     at.use("aten.view.default", In(0), list(at.out_shape()))
 
 
-_VIEW_WHY = (
-    "A view keeps a shard of the first of the dims that it joins or splits, where the pieces stay whole."
-)
+_VIEW_WHY = "A view keeps a shard of the first of the dims that it joins or splits, where the pieces stay whole."
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
@@ -262,5 +260,3 @@ def shuffle(call: Call) -> Rule:
     batch = names(channel)
     i = (*batch, *untied(n - channel))
     return _one(call, i, i)
-
-

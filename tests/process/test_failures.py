@@ -185,9 +185,12 @@ def test_a_rank_that_failed_takes_part_in_redistribution(mesh: dtorch.DeviceMesh
                 assert isinstance(caught.value, dtorch.RemoteError) and caught.value.rank == rank
             # The next exchange is right, and so is the next value.
             x = torch.arange(4.0)
-            assert dtorch.distribute_tensor(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local(
-                1
-            ).equal(x)
+            assert (
+                dtorch.distribute_tensor(x, mesh, [Shard(0)])
+                .redistribute(placements=[Replicate()])
+                .to_local(1)
+                .equal(x)
+            )
 
 
 def test_the_root_cause_is_raised(mesh: dtorch.DeviceMesh) -> None:

@@ -38,7 +38,6 @@ from dtorch.spec import TensorSpec, chunk_sizes
 torch.set_num_threads(1)
 
 
-
 def quiet() -> AbstractContextManager[Any]:
     """Without torch's warnings about the samples (no degrees of freedom, deprecated arguments, …)."""
     return warnings.catch_warnings(action="ignore")
@@ -402,9 +401,7 @@ class SimTensor(torch.Tensor):
         leaves = tree_leaves((args, kwargs))
         mesh = next(x.spec.mesh for x in leaves if isinstance(x, SimTensor))
         flat = [x for x in leaves if isinstance(x, torch.Tensor)]
-        lifted = [
-            x if isinstance(x, SimTensor) else SimTensor.distribute(x, mesh, (R,) * mesh.ndim) for x in flat
-        ]
+        lifted = [x if isinstance(x, SimTensor) else SimTensor.distribute(x, mesh, (R,) * mesh.ndim) for x in flat]
         a, k = abstract(func, args, kwargs, [x.spec for x in lifted])
         plan = propagate(Call(func, a, k, infer(func, a, k), mesh=mesh), auto=SimTensor.auto)
         if isinstance(plan, Recipe):

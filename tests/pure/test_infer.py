@@ -72,9 +72,7 @@ def differences(sample: Sample) -> tuple[int, list[str]]:
     if signature(sample.func).stem == "index" and any(t.dtype == torch.bool for t in sample.tensors()[1:]):
         return 0, []  # the shape depends on the values
     for laid in layouts(sample):
-        specs = [
-            TensorSpec.of(tuple(t.shape), tuple(t.stride()), t.dtype, mesh_of((1,)), (R,)) for t in laid.tensors()
-        ]
+        specs = [TensorSpec.of(tuple(t.shape), tuple(t.stride()), t.dtype, mesh_of((1,)), (R,)) for t in laid.tensors()]
         args, kwargs = abstract(laid.func, laid.args, laid.kwargs, specs)
         try:
             want = tuple(meta_of(t) for t in flat_outputs(laid.func(*laid.args, **laid.kwargs)))

@@ -116,11 +116,7 @@ class Case:
             return torch.zeros([n for _, n in region], dtype=dst.dtype)
         kept = kept_dims(src, dst)
         at = dst.mesh.coordinates[rank]
-        terms = [
-            t
-            for where, t in self.terms.items()
-            if all(where[self.partial.index(i)] == at[i] for i in kept)
-        ]
+        terms = [t for where, t in self.terms.items() if all(where[self.partial.index(i)] == at[i] for i in kept)]
         kinds = {src.placements[i].reduce_op for i in self.partial if i not in kept}
         stacked = torch.stack(terms)
         if "max" in kinds:
