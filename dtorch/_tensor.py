@@ -18,8 +18,9 @@ from .graph import Graph, as_mesh, default_device_mesh
 from .mesh import DeviceMesh
 from .placement import Placement, Replicate, as_placements
 from .runtime import dispatch, moves, special
-from .runtime.client import Ref, client
+from .runtime.client import client
 from .runtime.copies import UNTRACKED, settled
+from .runtime.refs import Ref
 from .spec import TensorSpec, resolve
 
 __all__ = ["Placements", "Tensor"]
@@ -259,7 +260,7 @@ class Tensor(torch.Tensor):
         if not 0 <= rank < spec.mesh.nranks:
             raise ValueError(f"to_local({rank}): the mesh {spec.mesh.describe()} has ranks 0 to {spec.mesh.nranks - 1}")
         source = settled(self)
-        return client().fetch(source._ref, source._spec, rank=rank).get()  # type: ignore[no-any-return]
+        return client().values.fetch(source._ref, source._spec, rank=rank).get()  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
         return moves.fetch(self).__await__()  # type: ignore[return-value]
@@ -267,7 +268,7 @@ class Tensor(torch.Tensor):
     async def ready(self) -> None:
         """Wait, without blocking, until the value exists; it is not fetched. Raises what its computation raised."""
         source = settled(self)
-        await client().fetch(source._ref, source._spec, data=False)
+        await client().values.fetch(source._ref, source._spec, data=False)
 
     def item(self) -> Any:
         """The value of a one-element tensor; waits."""

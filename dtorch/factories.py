@@ -19,10 +19,11 @@ from ._tensor import Tensor, choose_mesh
 from .mesh import DeviceMesh
 from .placement import Partial, Replicate, Shard
 from .runtime import moves
-from .runtime.client import client, next_ref, ref_type
+from .runtime.client import client
 from .runtime.command import MakeLocals, encode_function
 from .runtime.dispatch import wrap
 from .runtime.make import make
+from .runtime.refs import next_ref, ref_type
 from .spec import TensorSpec, contiguous_stride, resolve
 
 __all__ = [
@@ -418,18 +419,18 @@ def _global_shape(pieces: list[torch.Tensor], mesh: DeviceMesh, placements: tupl
 def manual_seed(seed: int) -> torch.Generator:
     """Seed the generators of the executors and of this process, as ``torch.manual_seed``."""
     generator = _torch["manual_seed"](seed)
-    client().seed(int(seed) & 0xFFFF_FFFF_FFFF_FFFF)
+    client().draws.seed(int(seed) & 0xFFFF_FFFF_FFFF_FFFF)
     return generator  # type: ignore[no-any-return]
 
 
 def get_rng_state() -> torch.Tensor:
     """The state of the executors' generator, as ``torch.get_rng_state``; waits."""
-    return torch.frombuffer(bytearray(client().random_state()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(client().draws.state()), dtype=torch.uint8)
 
 
 def set_rng_state(new_state: torch.Tensor) -> None:
     """Have the executors' generators continue from `new_state`."""
-    client().set_random_state(new_state.numpy().tobytes())
+    client().draws.set_state(new_state.numpy().tobytes())
 
 
 # -- torch's own factories inside a guard -----------------------------------------------------------------------------

@@ -149,17 +149,17 @@ class Graph:
     @staticmethod
     def sync() -> None:
         """Wait until everything issued so far has run."""
-        client().sync().get()
+        client().values.sync().get()
 
     @staticmethod
     def sync_future() -> VoidFutureCollect:
         """A future of everything issued so far."""
-        return client().sync()
+        return client().values.sync()
 
     @staticmethod
     async def sync_async() -> None:
         """As :meth:`sync`, without blocking the event loop."""
-        await client().sync()
+        await client().values.sync()
 
     @staticmethod
     def satisfy(mesh: DeviceMesh) -> bool:

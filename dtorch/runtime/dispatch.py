@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import client as _client
-from .client import FREE_BATCH, Client, Ref, freed, next_ref
+from .client import Client
 from .failures import SITE_MASK, internal_files, user_frame
+from .refs import FREE_BATCH, Plan, Ref, freed, next_ref
 
 if TYPE_CHECKING:
     from .._tensor import Tensor
@@ -52,7 +52,7 @@ _TRUE, _FALSE = _Mark("True"), _Mark("False")
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 63) - 1
 
 
-class OperatorPlan(_client.Plan):
+class OperatorPlan(Plan):
     """A plan of an operator, and what its call returns.
 
     Attributes:
@@ -249,7 +249,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     except (KeyError, AttributeError):
         f = user_frame(_frame(1))
     if plan.draws:
-        client.begin_draw(plan.executors)
+        client.draws.begin(plan.executors)
     try:
         with writer.lock:
             head = writer.head
@@ -275,7 +275,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
                 client.write_frees()
     finally:
         if plan.draws:
-            client.end_draw()
+            client.draws.end()
     for s in plan.states:
         if control[s]:
             writer.wake(plan.executors)
@@ -302,12 +302,12 @@ def publish(plan: OperatorPlan, words: list[Any]) -> Tensor:
     client = plan.client
     new = next_ref()
     if plan.draws:
-        client.begin_draw(plan.executors)
+        client.draws.begin(plan.executors)
     try:
         client.issue(plan, [new, *words])
     finally:
         if plan.draws:
-            client.end_draw()
+            client.draws.end()
     if client.blocking:
         client.wait_here()
     return wrap(plan.out, plan.ref(new))  # type: ignore[arg-type]

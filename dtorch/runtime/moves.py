@@ -12,10 +12,11 @@ from ..mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, as_placements
 from ..sharding.redistribute import plan_redistribute
 from ..spec import TensorSpec, contiguous_stride
-from .client import Client, Plan, client, next_ref, ref_type
+from .client import Client, client
 from .command import RedistributePlan
 from .copies import settled
 from .dispatch import wrap
+from .refs import Plan, next_ref, ref_type
 
 if TYPE_CHECKING:
     from .._tensor import Tensor
@@ -45,10 +46,10 @@ def lift(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None
         whole = TensorSpec.of(shape, stride, value.dtype, mesh, replicated(mesh))
     if any(type(p) is Partial for p in placed):
         # One rank's summand is the value, the others' are neutral; or, for avg, max, min, all hold it.
-        full = wrap(whole, client().upload(value, whole))
+        full = wrap(whole, client().values.upload(value, whole))
         return redistribute(full, mesh, placed)
     spec = whole.with_placements(placed)
-    return wrap(spec, client().upload(value, spec))
+    return wrap(spec, client().values.upload(value, spec))
 
 
 def lift_constant(value: torch.Tensor, mesh: DeviceMesh) -> Tensor:
@@ -149,7 +150,7 @@ def fetch(t: Tensor) -> TensorFuture[torch.Tensor]:
     if spec.is_partial:
         placed = tuple(Replicate() if type(p) is Partial else p for p in spec.placements)
         t = redistribute(t, spec.mesh, placed)
-    return client().fetch(t._ref, t._spec)
+    return client().values.fetch(t._ref, t._spec)
 
 
 def to_plain(value: Any, cls: type) -> Any:

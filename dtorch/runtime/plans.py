@@ -20,10 +20,11 @@ from ..sharding.rule import Call, Num, Recipe, free_numbers, signature
 from ..sharding.rule import In as RuleIn
 from ..spec import TensorSpec
 from . import client as _client
-from .client import Client, ref_type
+from .client import Client
 from .command import CallPlan, In, LocalCall, NumberIn
 from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
 from .failures import with_site
+from .refs import ref_type
 
 __all__ = ["auto_redistribute_on", "decide", "define", "forget", "may_move"]
 

@@ -14,7 +14,7 @@ import torch
 
 from ..spec import TensorSpec, contiguous_stride
 from .infer import Outputs, broadcast, closed_form, dense_stride, iterated_stride
-from .rule import OutMeta, dims_of, signature
+from .rule import Num, OutMeta, dims_of, signature
 
 __all__: list[str] = []
 
@@ -385,12 +385,14 @@ def no_tensor(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
 def filled(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     a, stem = _bind(func, args, kwargs), signature(func).stem
     dtype, size = a.get("dtype"), a["size"]
-    if dtype is None or any([s < 0 for s in size]) or a.get("memory_format") is not None:
+    if not isinstance(dtype, torch.dtype) or any([s < 0 for s in size]) or a.get("memory_format") is not None:
         return None
     if stem in ("rand", "randn") and not _is_float(dtype):
         return None
-    if stem == "randint" and a.get("low", 0) >= a["high"]:
-        return None
+    if stem == "randint":
+        low, high = [n.value if isinstance(n, Num) else n for n in (a.get("low", 0), a["high"])]
+        if low >= high:
+            return None
     return (_packed(size, dtype),)
 
 
@@ -398,6 +400,6 @@ def filled(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
 def counted(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     a = _bind(func, args, kwargs)
     size = [a[name] for name in ("n", "m", "steps") if name in a]
-    if a.get("dtype") is None or any([not isinstance(s, int) or s < 0 for s in size]):
+    if not isinstance(a.get("dtype"), torch.dtype) or any([not isinstance(s, int) or s < 0 for s in size]):
         return None
     return (_packed(size, a["dtype"]),)

@@ -35,8 +35,8 @@ class _AskedState:
         for key in self._unwanted & c._replies.keys():
             del c._replies[key]
             self._unwanted.discard(key)
-        self.draws = c.draws(gpu)
-        self._key = (c.random_root(gpu), next(c._tokens))
+        self.draws = c.draws.count(gpu)
+        self._key = (c.draws.root(gpu), next(c._tokens))
         self._state: bytes | None = None
         c.send(SendRandom(*self._key), sync=True)
 
@@ -71,19 +71,19 @@ class _SameDraws:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         c = client()
         if not self._called:
-            self._called, before = True, {gpu: _AskedState(gpu) for gpu in c.random_kinds()}
+            self._called, before = True, {gpu: _AskedState(gpu) for gpu in c.draws.kinds()}
             try:
                 return self._function(*args, **kwargs)
             finally:
-                self._before = {gpu: asked for gpu, asked in before.items() if c.draws(gpu) != asked.draws}
-        after = {gpu: c.random_state(gpu) for gpu in self._before}
+                self._before = {gpu: asked for gpu, asked in before.items() if c.draws.count(gpu) != asked.draws}
+        after = {gpu: c.draws.state(gpu) for gpu in self._before}
         for gpu, asked in self._before.items():
-            c.set_random_state(asked.read(), gpu)
+            c.draws.set_state(asked.read(), gpu)
         try:
             return self._function(*args, **kwargs)
         finally:
             for gpu, state in after.items():
-                c.set_random_state(state, gpu)
+                c.draws.set_state(state, gpu)
 
 
 def checkpoint(

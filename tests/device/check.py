@@ -188,8 +188,8 @@ def uploads() -> str:
         total = total + place(torch.full((1 << 18,), float(i % 100)))
     assert total.to_torch()[:: 1 << 14].eq(10 * sum(range(100))).all(), "an upload was overwritten before its copy"
     c = client()
-    c._reclaim()
-    left = len(c._in_upload)
+    c.values.reclaim()
+    left = len(c.values._in_upload)
     assert left <= 1, f"{left} blocks were never given back"
     return f"1,000 of 1 MB, {1000 * (1 << 20) / (time.perf_counter() - began) / 1e9:.1f} GB/s; all blocks came back"
 

@@ -76,7 +76,7 @@ def test_executors_of_gpus_come_last(late: Late) -> None:
     b = dtorch.ones(2)
     assert (a.to("cpu") + b).to_torch().tolist() == [1, 1]
     assert 0 in c.writer.readers
-    c.sync().get()
+    c.values.sync().get()
     with pytest.raises(DeviceMeshError, match="cuda:2 is not there"):
         cuda(3)
 
@@ -160,8 +160,8 @@ def test_many_uploads_keep_their_memory_until_they_are_copied(late: Late) -> Non
             total.to_torch()
     assert total.to_torch()[0] == sum(range(300))
     c = client()
-    c._reclaim()
-    assert not c._in_upload
+    c.values.reclaim()
+    assert not c.values._in_upload
 
 
 def test_the_stand_in_notices_memory_that_is_used_again_too_early(late: Late) -> None:
@@ -170,7 +170,7 @@ def test_the_stand_in_notices_memory_that_is_used_again_too_early(late: Late) ->
     mesh = cuda()
     dtorch.zeros(1, device_mesh=mesh).to_torch()
     c = client()
-    c._consumed = tuple(executor_line(e) + EXECUTOR_READ for e in c.writer.readers)
+    c.consumed = tuple(executor_line(e) + EXECUTOR_READ for e in c.writer.readers)
     with pytest.raises(ExecutorDiedError, match=f"exit code {REUSED}"):
         for i in range(300):
             t = dtorch.Tensor(torch.full((1 << 14,), float(i)), mesh)

@@ -367,7 +367,7 @@ def test_waiting_needs_nothing_closed(pool: EchoPool) -> None:
     """A Waiting that is dropped takes its epolls with it."""
     before = open_descriptors()
     other = Waiting(pool.state)
-    other.wait_thread(pool.issue(20_000).is_done)
+    other.wait_thread(pool.issue(300_000).is_done)
     assert open_descriptors() == before + 1
     del other
     assert open_descriptors() == before

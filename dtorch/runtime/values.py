@@ -1,0 +1,191 @@
+"""Values between the program and the executors: uploads, fetches, and the futures of both."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..future import TensorFuture, VoidFutureCollect
+from ..mesh import DeviceMesh
+from ..placement import Replicate
+from ..spec import TensorSpec, contiguous_stride
+from .command import FetchPlan, UploadPlan
+from .refs import Plan, Ref, next_ref, ref_type
+
+if TYPE_CHECKING:
+    from .client import Client
+
+__all__ = ["Values"]
+
+
+class Values:
+    """Uploads and fetches of one client. All methods may be called from any thread."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._uploads: dict[TensorSpec, Plan] = {}
+        self._fetches: dict[Any, Plan] = {}
+        # (place in the ring, block) of uploads that some executor may not have taken yet, oldest first
+        self._in_upload: deque[tuple[int, Any]] = deque()
+
+    # -- values in ----------------------------------------------------------------------------------------------
+
+    def upload(self, value: torch.Tensor, spec: TensorSpec) -> Ref:
+        """Copy `value` (a plain CPU tensor of `spec`'s shape and dtype) to the executors; the ref there.
+
+        Partial placements are not made here: see `factories`.
+        """
+        plan = self._uploads.get(spec)
+        if plan is None:
+            plan = self._define_upload(spec)
+        ref = ref_type(spec)(next_ref())
+        if spec.numel == 0:
+            self._client.issue(plan, (ref, 0))
+            return ref
+        self.reclaim()
+        nbytes = spec.numel * spec.dtype.itemsize
+        block = self._client.arena.alloc(nbytes)
+        stride = contiguous_stride(spec.shape)
+        self._client.arena.view(block, spec.dtype, spec.shape, stride).copy_(value.detach())
+        self._in_upload.append((self._client.issue(plan, (ref, block.offset)), block))
+        return ref
+
+    def _define_upload(self, spec: TensorSpec) -> Plan:
+        mesh, _, executors = self._client.mesh(spec.mesh)
+        ranks = range(spec.mesh.nranks)
+        plan = Plan(self._client.plan_id(), "2Q", executors)
+        self._client.send(
+            UploadPlan(
+                plan.id,
+                mesh,
+                spec.shape,
+                contiguous_stride(spec.shape),
+                spec.dtype,
+                tuple(spec.region(r) for r in ranks),
+                tuple(spec.local_stride(r) for r in ranks),
+            )
+        )
+        self._client.pool.name_plan(plan.id, f"an upload of {spec.describe()}")
+        self._uploads[spec] = plan
+        return plan
+
+    def reclaim(self) -> None:
+        """Take back the blocks of uploads that every executor has consumed."""
+        pending = self._in_upload
+        if not pending:
+            return
+        control = self._client.control
+        slowest = min((control[word] for word in self._client.consumed), default=0)
+        while pending:
+            try:
+                at, block = pending.popleft()
+            except IndexError:
+                return
+            if at >= slowest:
+                pending.appendleft((at, block))
+                return
+            self._client.arena.free(block)
+
+    # -- values out ---------------------------------------------------------------------------------------------
+
+    def fetch(self, ref: Ref, spec: TensorSpec, *, data: bool = True, rank: int | None = None) -> TensorFuture[Any]:
+        """A future of the value of `ref` on the client, or with `data` False of None once it exists.
+
+        `spec` must not be Partial where `data` is wanted. With `rank`, the piece of that rank alone.
+        """
+        self._client.refuse_lost(ref)
+        key = (spec, data, rank)
+        plan = self._fetches.get(key)
+        if plan is None:
+            plan = self._define_fetch(spec, data, rank)
+        shape = spec.shape if rank is None else spec.local_shape(rank)
+        stride = (spec.stride if _dense(spec) else contiguous_stride(spec.shape)) if rank is None else None
+        return self._future(plan, ref, shape, stride or contiguous_stride(shape), spec.dtype, data)
+
+    def _define_fetch(self, spec: TensorSpec, data: bool, rank: int | None) -> Plan:
+        mesh, hosts, _ = self._client.mesh(spec.mesh)
+        shape, stride = spec.shape, spec.stride if _dense(spec) else contiguous_stride(spec.shape)
+        regions: tuple[Any, ...]
+        if rank is not None:
+            shape = spec.local_shape(rank)
+            stride = contiguous_stride(shape)
+            ranks: tuple[int, ...] = (rank,)
+            regions = (tuple((0, n) for n in shape),)
+        elif data:
+            # One rank of every set of replicas: those at coordinate 0.
+            whole = [i for i, p in enumerate(spec.placements) if type(p) is Replicate]
+            ranks = tuple(r for r, c in enumerate(spec.mesh.coordinates) if all(c[i] == 0 for i in whole))
+            regions = tuple(spec.region(r) for r in ranks)
+        else:
+            ranks = tuple(range(spec.mesh.nranks))
+            regions = tuple(spec.region(r) for r in ranks)
+        executors = tuple(sorted({hosts[r] for r in ranks}))
+        plan = Plan(self._client.plan_id(), "4Q", executors)
+        self._client.send(FetchPlan(plan.id, mesh, shape, stride, spec.dtype, ranks, regions, data))
+        self._client.pool.name_plan(
+            plan.id, f"a fetch of {spec.describe()}" if data else f"a look at {spec.describe()}"
+        )
+        self._fetches[spec, data, rank] = plan
+        return plan
+
+    def _future(
+        self, plan: Plan, ref: Ref, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, data: bool
+    ) -> TensorFuture[Any]:
+        self.reclaim()
+        numel = math.prod(shape)
+        block = self._client.arena.alloc(numel * dtype.itemsize) if data and numel else None
+        ticket = self._client.slots.take(plan.executors)
+        base = self._client.state.slot_word(ticket.slot, 0)
+        self._client.issue(plan, (ref, base, ticket.generation, block.offset if block else 0))
+        self._client.writer.wake(plan.executors, sync=True)
+
+        def free_block() -> None:
+            if block is not None:
+                self._client.arena.free(block)
+
+        def is_done() -> bool:
+            return ticket.is_done() or self._client.closed
+
+        def resolve() -> torch.Tensor | None:
+            if self._client.closed or not ticket.answered():
+                # Not done, and yet resolved: the pool has ended.
+                self._client.slots.give(ticket, free_block)
+                self._client.check()
+            if ticket.failed():
+                error = self._client.failures.of_slot(base, ticket.generation)
+                self._client.slots.give(ticket, free_block)
+                raise error
+            self._client.slots.give(ticket)
+            if not data:
+                return None
+            if block is None:
+                return torch.empty_strided(shape, stride, dtype=dtype)
+            return self._client.arena.tensor(block, dtype, shape, stride)
+
+        def abandon() -> None:
+            self._client.slots.give(ticket, free_block)
+
+        return TensorFuture(is_done, resolve, self._client.waiting, abandon)
+
+    def sync(self) -> VoidFutureCollect:
+        """Done when every executor has run all that was issued before."""
+        spec_futures = []
+        for e in self._client.writer.readers:
+            gpu = e >= self._client.accelerators
+            mesh = DeviceMesh("cuda" if gpu else "cpu", [e - self._client.accelerators if gpu else e])
+            plan = self._fetches.get(("sync", e))
+            if plan is None:
+                id, _, _ = self._client.mesh(mesh)
+                plan = Plan(self._client.plan_id(), "4Q", (e,))
+                self._client.send(FetchPlan(plan.id, id, (), (), torch.float32, (0,), ((),), False))
+                self._fetches["sync", e] = plan
+            ref = self.upload(torch.empty_strided((), ()), TensorSpec.of((), (), torch.float32, mesh, (Replicate(),)))
+            spec_futures.append(self._future(plan, ref, (), (), torch.float32, False))
+        return VoidFutureCollect(spec_futures)
+
+
+def _dense(spec: TensorSpec) -> bool:
+    return spec.numel > 0 and spec.local_stride(0) is not None and not spec.is_contiguous
