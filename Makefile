@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format bench docs conformance device clean
+.PHONY: help demo test check format bench docs device clean
 .DELETE_ON_ERROR:
 
 help:
@@ -14,7 +14,6 @@ help:
 	@echo "make check        ruff, pyright, import-linter: what CI checks besides the tests"
 	@echo "make bench        the benchmarks, each beside a named peer"
 	@echo "make docs         check that the documents' links and code snippets hold"
-	@echo "make conformance  torch's operator database, run against dtorch"
 	@echo "make device       what needs a GPU; says why where there is none"
 
 $(BIN)/python:
@@ -52,9 +51,6 @@ bench: $(STAMP)-bench
 
 docs: $(STAMP)-test
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
-
-conformance: $(STAMP)-test
-	$(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)
 
 device: $(STAMP)-test
 	$(BIN)/python tests/device/check.py $(CHECK_ARGS)
