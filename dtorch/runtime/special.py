@@ -403,16 +403,26 @@ def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
 def _with_plain(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], proxies: list[Any]) -> Any:
     """Plain tensors among the arguments are constants, replicated; a plain target stays plain."""
     func = op.func
-    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    written = []
     for i, a in enumerate(func._schema.arguments):
-        if a.name in written:
-            value = args[i] if i < len(args) else kwargs.get(a.name)
-            if any(not is_proxy(t) for t in _flat([value], [])):
-                return _into_plain(func, args, kwargs)
+        if a.alias_info is not None and a.alias_info.is_write:
+            _flat([args[i] if i < len(args) else kwargs.get(a.name)], written)
+    plain = [t for t in written if not is_proxy(t)]
+    if plain and len(plain) == len(written):
+        return _into_plain(func, args, kwargs)
     meshes = [t._spec.mesh for t in proxies if t.ndim] or [t._spec.mesh for t in proxies]
     mesh = next((m for m in meshes if m.is_distributed), meshes[0])
-    args, kwargs = _map_call(args, kwargs, lambda t: t if is_proxy(t) else lift_constant(t, mesh))
-    return dispatch(None, func, (), args, kwargs)
+    targets = {id(t): lift(t.detach(), mesh) for t in plain}
+
+    def lifted(t: torch.Tensor) -> Any:
+        return t if is_proxy(t) else targets[id(t)] if id(t) in targets else lift_constant(t, mesh)
+
+    args, kwargs = _map_call(args, kwargs, lifted)
+    result = dispatch(None, func, (), args, kwargs)
+    for t in plain:
+        # Written beside proxies, as found_inf is beside the gradients that a GradScaler unscales.
+        t.copy_(fetch(targets[id(t)]).get())
+    return result
 
 
 def _common_mesh(proxies: list[Any], func: Any) -> Any:

@@ -180,3 +180,40 @@ def test_every_optimizer_of_torch_has_its_name_here() -> None:
         if isinstance(theirs, type):
             assert issubclass(ours, theirs)
     assert dtorch.optim.Optimizer is torch.optim.Optimizer
+
+
+def test_a_grad_scaler_unscales_gradients() -> None:
+    """It writes the gradients and, beside them, a flag of its own that is no dtorch tensor."""
+
+    def train(param: torch.Tensor, spoilt: int | None) -> tuple[torch.Tensor, float]:
+        param.requires_grad_()
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = param.square().sum() * (float("inf") if step == spoilt else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return param.detach(), scaler.get_scale()
+
+    plain = torch.arange(6.0).reshape(3, 2)
+    for spoilt in (None, 1):
+        expected, scale = train(plain.clone(), spoilt)
+        found, found_scale = train(dtorch.tensor(plain.tolist()), spoilt)
+        assert torch.equal(found.to_torch(), expected)  # type: ignore[attr-defined]
+        assert found_scale == scale
+
+
+def test_a_fused_step_with_state_that_is_plain() -> None:
+    results = []
+    for make in (torch.tensor, dtorch.tensor):
+        param = make([1.0, 2.0, 3.0]).requires_grad_()
+        param.grad = make([0.5, -1.0, 2.0])
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+        optimizer.step()
+        for name, value in optimizer.state[param].items():
+            optimizer.state[param][name] = value.to_torch() if isinstance(value, dtorch.Tensor) else value
+        optimizer.step()
+        results.append(param.detach())
+    assert torch.equal(results[1].to_torch(), results[0])
