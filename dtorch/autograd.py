@@ -94,7 +94,7 @@ def watch_leaf(leaf: Tensor) -> None:
         total = cast("Tensor | None", found.grad)
         if total is None or lies_well:
             late = _Late(me, weakref.ref(grad), want)
-        elif not hooked and _can_wait(total, spec, want):
+        elif not hooked and hasattr(total, "_spec") and _can_wait(total, spec, want):
             # Summands are added to it in place, so it is one as well until all are reduced together.
             late = _Late(me, weakref.ref(grad), want, total, total._spec, total._ref, total._version)
             with torch.no_grad():
