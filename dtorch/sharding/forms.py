@@ -64,6 +64,11 @@ def reduction(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     """Outputs of reductions are contiguous, whatever the input's strides."""
     a, stem, outputs = _bind(func, args, kwargs), signature(func).stem, len(func._schema.returns)
     x, dim, keepdim = a["self"], a.get("dim"), bool(a.get("keepdim", False))
+    if x.numel == 0 and stem in ("max", "min") and outputs == 1 and "other" not in a:
+        raise RuntimeError(
+            f"{stem}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with "
+            "the 'dim' argument."
+        )
     refused = (x.numel == 0 and stem in _NOT_OF_NOTHING) or (x.dtype.is_complex and stem in _NOT_OF_COMPLEX)
     if refused or "other" in a:
         return None

@@ -68,6 +68,8 @@ def moments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """var, std, var_mean and std_mean: two passes, the mean of all and the squares around it."""
     a = _bind(func, args, kwargs)
     x, keepdim = a["self"], a["keepdim"]
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise RuntimeError("std and var only support floating point and complex dtypes")
     dims = dims_of(a["dim"], x.ndim)
     correction = 1 if a["correction"] is None else a["correction"]
     count = math.prod([x.shape[d] for d in dims])
@@ -111,10 +113,12 @@ def _extreme(stem: str, x: Any, dims: tuple[int, ...]) -> Any:
 
 def arg_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """argmax and argmin: the extreme of all, then the least index at which it stands."""
-    a = _bind(func, args, kwargs)
+    a, stem = _bind(func, args, kwargs), signature(func).stem
     x = a["self"]
+    if x.dtype == torch.bool or x.dtype.is_complex:
+        raise RuntimeError(f"{stem}(): does not support {'complex' if x.dtype.is_complex else 'bool'} input")
     dims = dims_of(a["dim"], x.ndim)
-    found = _extreme(signature(func).stem, x, dims)
+    found = _extreme(stem, x, dims)
     return reduced(ours.first_index.default(x, found, list(dims), a["keepdim"]))
 
 
