@@ -492,5 +492,5 @@ def test_parallel_training_equals_plain_torch(
 def test_a_gradient_that_is_a_plain_tensor_is_added_to(placement: Any) -> None:
     t = dtorch.ones(4, 3, device_mesh=init_device_mesh("cpu", 2), placements=[placement]).requires_grad_()
     t.grad = torch.full((4, 3), 5.0)
-    (t.redistribute(placements=[Replicate()]) * 2).sum().backward()
+    (t * 2).sum().backward()
     assert torch.equal(torch.as_tensor(t.grad.tolist()), torch.full((4, 3), 7.0))
