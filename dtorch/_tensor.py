@@ -370,6 +370,8 @@ class Tensor(torch.Tensor):
         """
         if args or not isinstance(source, torch.Tensor):
             raise RuntimeError("set_() of a dtorch tensor takes a tensor.\n  Write:  t.set_(other)  or  t.data = other")
+        if source.dtype is not self.dtype:
+            raise RuntimeError(f"set_(): could not set a tensor of {source.dtype} to a tensor of {self.dtype}")
         self.data = source
         return self
 
@@ -454,7 +456,7 @@ class Tensor(torch.Tensor):
 
 def _dressed(new: Tensor, old: Tensor) -> Tensor:
     """`new` with the flags and attributes of `old`."""
-    if old.requires_grad and old.is_leaf:
+    if old.requires_grad:
         new.requires_grad_()
     for name, value in vars(old).items():
         if name != "_watched":

@@ -321,7 +321,7 @@ def free_numbers(func: torch._ops.OpOverload) -> tuple[bool, ...]:
             sig.free = tuple(a in entry.free for a in sig.arguments)
         elif pointwise:
             # A number stands in the place of a tensor too: t * 0.5 is a call of mul.Tensor.
-            sig.free = tuple(t in NUMBER_TYPES or t == "Tensor" for t in sig.types)
+            sig.free = tuple(t in NUMBER_TYPES or (i > 0 and t == "Tensor") for i, t in enumerate(sig.types))
         else:
             sig.free = (False,) * len(sig.arguments)
     return sig.free

@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -142,7 +143,9 @@ def assign_data(tensors: list[torch.Tensor], i: int, d: Digits) -> None:
 def swap(tensors: list[torch.Tensor], i: int, d: Digits) -> None:
     a, b = tensors[i], other(tensors, i, d)
     if a.requires_grad or b.requires_grad or a._is_view() or b._is_view() or a._base is not None:
-        raise Skip  # a leaf that is watched has a weak reference, which torch refuses to swap
+        raise Skip
+    if weakref.getweakrefs(a) or weakref.getweakrefs(b):
+        raise Skip  # once required grad: watched for its gradient's placements, and torch swaps nothing that is watched
     torch.utils.swap_tensors(a, b)
 
 
