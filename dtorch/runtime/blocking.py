@@ -44,6 +44,7 @@ _INSTEAD = {
     "wait_for": "with anyio.move_on_after(seconds): await future",
     "exception": "await future",
     "sync": "await Graph.sync_async()",
+    "linalg_check": "torch.linalg.inv_ex(t), or another …_ex, and await its info",
 }
 _told: set[tuple[CodeType, int]] = set()
 

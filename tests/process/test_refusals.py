@@ -47,3 +47,24 @@ def test_logsumexp_of_complex_numbers(dim: int) -> None:
     t = dtorch.distribute_tensor(plain, init_device_mesh("cpu", 2), [Shard(0)])
     with dtorch.auto_redistribute():
         assert torch.allclose(t.logsumexp(dim).to_torch(), plain.logsumexp(dim))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.linalg.inv,
+        torch.linalg.cholesky,
+        lambda t: torch.linalg.solve(t, torch.ones(2, 1)),
+        lambda t: torch.linalg.lu_solve(*torch.linalg.lu_factor(t), torch.ones(2, 1)),
+    ],
+    ids=["inv", "cholesky", "solve", "lu"],
+)
+def test_singular_matrices(call: Callable[[torch.Tensor], torch.Tensor], batch: tuple[int, ...]) -> None:
+    """Raised by the call itself: its result is not to be had without."""
+    plain = torch.zeros(*batch, 2, 2)
+    with pytest.raises(RuntimeError) as wanted:
+        call(plain)
+    with pytest.raises(type(wanted.value)) as got:
+        call(dtorch.zeros(*batch, 2, 2, device_mesh=init_device_mesh("cpu", 2)))
+    assert str(got.value).partition("\n")[0] == str(wanted.value).partition("\n")[0]
