@@ -125,6 +125,10 @@ def linalg_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A composite operator, which inference mode hands over whole."""
+    key = DispatchKey.CompositeImplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        # What torch itself runs: its Python decompositions are others (that of dropout draws other values).
+        return func._op_dk(key, *args, **kwargs)
     return func.decompose(*args, **kwargs)
 
 

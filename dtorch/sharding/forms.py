@@ -221,7 +221,8 @@ def dropout(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     x = args[0]
     if not x.is_contiguous or not x.dtype.is_floating_point:
         return None
-    return _packed(x.shape, x.dtype), _packed(x.shape, torch.bool)
+    # Of nothing the mask is no mask: torch returns an empty tensor like the input.
+    return _packed(x.shape, x.dtype), _packed(x.shape, torch.bool if x.numel else x.dtype)
 
 
 # ---- lookups and joins ------------------------------------------------------------------------------

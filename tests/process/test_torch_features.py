@@ -360,3 +360,30 @@ def test_results_lie_in_memory_as_torchs_do_across_a_sharded_dim() -> None:
             ours, theirs = f(spread()), f(plain())
             same(ours, theirs)
             assert ours.stride() == theirs.stride()
+
+
+@BOTH
+def test_composites_in_inference_mode_do_what_they_do_outside(placement: Any) -> None:
+    t = spread(placement)
+    with torch.inference_mode():
+        for f in (lambda x: nn.functional.dropout(x, 0.5), lambda x: nn.functional.linear(x, torch.ones(2, 3)),
+                  lambda x: nn.functional.layer_norm(x, (3,)), lambda x: x.matmul(torch.ones(3)),
+                  lambda x: torch.native_dropout(x[:0], 0.5, True)[1]):  # fmt: skip
+            values = []
+            for x in (t, plain()):
+                dtorch.manual_seed(5)
+                try:
+                    values.append(f(x))
+                except dtorch.PlacementError:
+                    assert placement == Shard(0)
+                    break
+            else:
+                same(*values)
+
+
+def test_dropout_in_inference_mode_draws_for_shards_too() -> None:
+    with torch.inference_mode():
+        dtorch.manual_seed(5)
+        ours = nn.functional.dropout(spread(), 0.5)
+        dtorch.manual_seed(5)
+        same(ours, nn.functional.dropout(plain(), 0.5))
