@@ -22,6 +22,7 @@ from .generators import draw_here, has_generator
 from .indices import check_indices
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
 from .plans import decide, define, may_move, one_mesh, remember
+from .variants import inplace_view, out_variant, stem
 
 __all__ = ["know", "miss"]
 
@@ -132,66 +133,6 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """t_, transpose_, squeeze_, …: the proxy becomes the view; other proxies of the value stay as they are."""
-    # Another overload name may stand for the same arguments: transpose_.default, transpose.int.
-    made = dispatch(None, _functional(func), (), args, kwargs)
-    t = args[0]
-    with torch._C._DisableTorchDispatch():
-        func(*args, **kwargs)
-    t._spec, t._ref = made._spec, made._ref
-    return t
-
-
-def _out_variant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out=``: the functional form, copied into the target. The target keeps its placements."""
-    schema = func._schema
-    names = [a.name for a in schema.arguments if a.is_out]
-    position = {a.name: i for i, a in enumerate(schema.arguments)}
-    targets = [kwargs[n] if n in kwargs else args[position[n]] for n in names]
-    rest = {k: v for k, v in kwargs.items() if k not in names}
-    made = _functional(func)(*args, **rest)
-    results = made if isinstance(made, (tuple, list)) else (made,)
-    for target, result in zip(targets, results, strict=True):
-        if not isinstance(target, torch.Tensor):
-            for a, b in zip(target, result, strict=True):
-                _copy_out(func, a, b)
-        else:
-            _copy_out(func, target, result)
-    return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def _copy_out(func: Any, target: torch.Tensor, result: torch.Tensor) -> None:
-    if not is_proxy(target):
-        target.resize_(result.shape).copy_(to_plain(result, _dispatch._tensor))
-        return
-    if target.shape != result.shape:
-        raise RuntimeError(
-            f"{func._schema.name}(out=): the target has shape {tuple(target.shape)}, the result "
-            f"{tuple(result.shape)}; a dtorch tensor is not resized.\n  Write:  out = {_stem(func)}(...)"
-        )
-    spec = target._spec  # type: ignore[attr-defined]
-    if result._spec.placements != spec.placements:  # type: ignore[attr-defined]
-        result = redistribute(result, spec.mesh, spec.placements)  # type: ignore[arg-type]
-    torch.ops.aten.copy_.default(target, result)
-
-
-def _stem(func: Any) -> str:
-    return str(func._schema.name.partition("::")[2])
-
-
-def _functional(func: Any) -> Any:
-    """The overload of the same operator that returns its result instead of writing it or becoming it."""
-    wanted = [str(a.type) for a in func._schema.arguments if not a.is_out]
-    packet = getattr(torch.ops.aten, _stem(func).removesuffix("_"))
-    for name in packet.overloads():
-        found = getattr(packet, name)
-        schema = found._schema
-        if not any(a.is_out for a in schema.arguments) and [str(a.type) for a in schema.arguments] == wanted:
-            return found
-    raise NotImplementedError(f"{func}: out= is not supported for this operator; assign its result instead")
-
-
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`to` never leaves the mesh by itself: devices are what `Tensor.to` is asked for, and it answers itself.
 
@@ -212,7 +153,7 @@ def _made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _refuse(reason: str) -> Special:
     def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise RuntimeError(f"{_stem(func)} of a dtorch tensor: {reason}")
+        raise RuntimeError(f"{stem(func)} of a dtorch tensor: {reason}")
 
     return refuse
 
@@ -264,9 +205,9 @@ def _special(func: Any, sig: Any) -> Special | None:
     if sig.stem in _LIKE or sig.stem in _NEW_LIKE:
         return _made_like
     if any(a.is_out for a in func._schema.arguments):
-        return _out_variant
+        return out_variant
     if sig.inplace_view:
-        return _inplace_view
+        return inplace_view
     if torch.Tag.data_dependent_output in func.tags or _dynamic(func):
         return _on_client
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
@@ -276,7 +217,7 @@ def _special(func: Any, sig: Any) -> Special | None:
 
 def _dynamic(func: Any) -> bool:
     # `index` is tagged, but only a boolean mask makes its shape depend on data: see _index.
-    return torch.Tag.dynamic_output_shape in func.tags and _stem(func) not in ("index", "_unsafe_index")
+    return torch.Tag.dynamic_output_shape in func.tags and stem(func) not in ("index", "_unsafe_index")
 
 
 # -- a call without a plan --------------------------------------------------------------------------------------------
@@ -297,7 +238,7 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
     mesh = _common_mesh(proxies, func)
     if mesh is None:
         return _on_common_mesh(func, args, kwargs, proxies)
-    if _stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"):
+    if stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"):
         check_indices(args[0], args[1])
         if _has_mask(args):
             return _masked(func, args, kwargs)
@@ -357,7 +298,7 @@ def _of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if a.alias_info is not None and a.alias_info.is_write:
             at = sig.index[a.name]
             for t in _flat([args[at] if at < len(args) else kwargs.get(a.name)], []):
-                refuse_write(_stem(func), t)
+                refuse_write(stem(func), t)
     marked = next(t for t in tensors_of(args, kwargs) if t._spec.copied is not None)  # type: ignore[attr-defined]
     version = marked._spec.copied  # type: ignore[attr-defined]
     args, kwargs = _map_call(args, kwargs, settled)  # type: ignore[arg-type]
@@ -442,9 +383,9 @@ def _common_mesh(proxies: list[Any], func: Any) -> Any:
     # A 0-dim tensor of a single device mixes with any mesh.
     others = [t for t in proxies if t.ndim or t._spec.mesh.is_distributed]
     if others and len(others) < len(proxies):
-        one_mesh([t._spec for t in others], _stem(func))
+        one_mesh([t._spec for t in others], stem(func))
         return None
-    return one_mesh([t._spec for t in proxies], _stem(func))
+    return one_mesh([t._spec for t in proxies], stem(func))
 
 
 def _on_common_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], proxies: list[Any]) -> Any:
@@ -467,14 +408,14 @@ def _masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     One value written at the places of one mask needs no positions, and so no communication.
     """
     target, given, *rest = args
-    stem = _stem(func)
-    if len(given) == 1 and stem in ("index_put", "index_put_", "_unsafe_index_put") and rest[0].ndim == 0:
+    name = stem(func)
+    if len(given) == 1 and name in ("index_put", "index_put_", "_unsafe_index_put") and rest[0].ndim == 0:
         accumulate = rest[1] if len(rest) > 1 else kwargs.get("accumulate", False)
         mask = given[0] if given[0].dtype == torch.bool else given[0].bool()
         if not accumulate and mask.shape == target.shape[: mask.ndim]:
             for _ in range(target.ndim - mask.ndim):
                 mask = torch.ops.aten.unsqueeze.default(mask, -1)
-            packet = torch.ops.aten.masked_fill_ if stem.endswith("_") else torch.ops.aten.masked_fill
+            packet = torch.ops.aten.masked_fill_ if name.endswith("_") else torch.ops.aten.masked_fill
             value = (
                 rest[0]
                 if rest[0].dtype == target.dtype
