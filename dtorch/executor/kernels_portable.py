@@ -90,6 +90,9 @@ def _lstm(
     """
     if mode != _LSTM:
         raise NotImplementedError(f"mkldnn_rnn_layer of mode {mode}: torch uses it for LSTM (mode {_LSTM}) alone")
+    if input.numel() == 0:
+        # Nothing of the batch lies here; the kernels want something.
+        return input @ weights[0].t()[:, : hx.shape[-1]], hx * 1, cx * 1
     steps = input.flip(0) if reverse else input
     # Shapes (batch, hidden) and (1, batch, hidden) both occur.
     states = [t.reshape(1, *t.shape[-2:]) for t in (hx, cx)]
@@ -152,4 +155,8 @@ def portable_rnn_layer_backward(
         return _lstm(x, (a, b, c, d), h, s, reverse, mode, has_biases, True)
 
     inputs = (input, weight1, weight2, weight3, weight4, hx_, cx_tmp)
-    return tuple(_gradients(forward, inputs, (grad_output, grad_hy, grad_cy)))
+    found = _gradients(forward, inputs, (grad_output, grad_hy, grad_cy))
+    if not has_biases:
+        # Matrices stand in for biases there; the operator's gradients of them are vectors of zeros.
+        found[3:5] = [t.new_zeros(t.shape[0]) for t in (weight3, weight4)]
+    return tuple(found)

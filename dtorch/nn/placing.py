@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, RNNBase
 
 from .. import graph
 from .._tensor import Tensor
@@ -84,6 +84,8 @@ def replace_parameters(module: Module, new: Callable[[str, Parameter], Parameter
             if id(p) not in done:
                 done[id(p)] = (p, new(f"{prefix}.{name}" if prefix else name, p))
             submodule._parameters[name] = done[id(p)][1]
+        if isinstance(submodule, RNNBase):
+            submodule._init_flat_weights()  # recurrent modules keep a list of their parameters
 
 
 def _lies_elsewhere(t: torch.Tensor, mesh: DeviceMesh) -> bool:
