@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..placement import Shard
+from ..placement import Replicate, Shard
 from .normalization import reduced
 from .rule import Call, Dims, Local, Recipe, Rule, linear, names, rule, untied
 
@@ -24,19 +24,19 @@ def _channels(ndim: int) -> Dims:
     return ("", "c", *untied(ndim - 2))
 
 
-def _statistics_stay(call: Call, dims: tuple[Dims, ...]) -> bool:
+def _statistics_stay(call: Call) -> bool:
     """Whether sharding the channels would leave the running statistics, which are written, where they are."""
     written = [s for s in (call.arg("running_mean"), call.arg("running_var")) if s is not None]
     for j in range(call.mesh.ndim):
-        cut = [
-            isinstance(p := s.placements[j], Shard) and d[p.dim] == "c" for s, d in zip(call.specs, dims, strict=True)
-        ]
-        if any(cut) and not all(isinstance(s.placements[j], Shard) for s in written):
+        # What is Partial could become sharded by channels, too.
+        if any(not isinstance(s.placements[j], Replicate) for s in call.specs) and not all(
+            isinstance(s.placements[j], Shard) for s in written
+        ):
             return False
     return True
 
 
-@rule("native_batch_norm", "_native_batch_norm_legit")
+@rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
 def batch_norm(call: Call) -> Rule:
     """Input [n, c, ...]; the running statistics are updated in place in training."""
     x = call.specs[0]
@@ -44,11 +44,13 @@ def batch_norm(call: Call) -> Rule:
     dims = _channels(x.ndim) if training else ("n", "c", *names(x.ndim - 2))
     ins = (dims, *[("c",)] * (len(call.specs) - 1))
     saved = ("c",) if training else ("",)
-    whole = frozenset() if not training or _statistics_stay(call, ins) else frozenset("c")
+    whole = frozenset() if not training or _statistics_stay(call) else frozenset("c")
     return Rule(
         ins,
         (dims, saved, saved),
         whole=whole,
+        # In evaluation nothing is saved.
+        reduce={} if training else {f: (None, "same", "same") for f in ("c", *[d for d in dims if d])},
         recipe=Recipe(_recipe) if training and not any(s.is_partial for s in call.specs) else None,
         why="In training the batch must be whole, or the running statistics Replicate.",
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dtorch
-from dtorch import Replicate, Shard, init_device_mesh, nn
+from dtorch import Partial, Replicate, Shard, init_device_mesh, nn
 
 MAKERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "Linear": lambda nn: nn.Linear(5, 3),
@@ -313,3 +313,44 @@ def test_attention_of_nothing() -> None:
     for shape in [(2, 0, 3, 5), (2, 4, 0, 5), (0, 4, 3, 5)]:
         t = dtorch.zeros(*shape)
         assert nn.functional.scaled_dot_product_attention(t, t, t).to_torch().shape == shape
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"bidirectional": True, "num_layers": 2}], ids=repr)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("shard", [False, True], ids=["replicated", "batch"])
+def test_an_lstm_trains(options: dict[str, Any], ranks: int, shard: bool) -> None:
+    """A model of torch's that moves to a mesh; on three ranks one has nothing of a batch of two."""
+    mesh = init_device_mesh("cpu", ranks)
+    torch.manual_seed(0)
+    theirs = torch.nn.LSTM(8, 4, **options)
+    ours = copy.deepcopy(theirs).to(mesh)  # type: ignore[arg-type]
+    x = torch.randn(7, 2, 8)
+    for step in range(2):
+        expected, (h, c) = theirs(x)
+        out, (our_h, our_c) = ours(dtorch.distribute_tensor(x, mesh, [Shard(1) if shard else Replicate()]))
+        for a, b in [(out, expected), (our_h, h), (our_c, c)]:
+            assert torch.allclose(a.detach().to_torch(), b, atol=1e-6)
+        expected.square().sum().backward()
+        out.square().sum().backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(p.grad.to_torch(), q.grad, atol=1e-6), step
+            with torch.no_grad():
+                p.sub_(p.grad, alpha=0.1)
+                q.sub_(q.grad, alpha=0.1)
+
+
+def test_batch_norm_by_batches() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+        theirs = torch.nn.BatchNorm1d(4)
+        ours = copy.deepcopy(theirs).to(mesh)  # type: ignore[arg-type]
+        theirs(x)
+        with dtorch.auto_redistribute():
+            ours(dtorch.distribute_tensor(x, mesh, [placement]))
+        assert torch.allclose(ours.running_mean.to_torch(), theirs.running_mean), placement  # type: ignore[union-attr]
+        assert torch.allclose(ours.running_var.to_torch(), theirs.running_var), placement  # type: ignore[union-attr]
+    out = ours.eval()(dtorch.distribute_tensor(x, mesh, [Shard(0)]))
+    assert out.placements == [Shard(0)]
+    assert torch.allclose(out.detach().to_torch(), theirs.eval()(x))
