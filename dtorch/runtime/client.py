@@ -7,6 +7,7 @@ everything that is not the hot path goes through its methods. It knows specs and
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -50,6 +51,9 @@ from .waiting import Waiting, in_event_loop
 __all__ = ["Client", "client", "close", "current_client", "on_close"]
 
 log = logging.getLogger("dtorch")
+
+# Seconds that work issued last may go on for when a pool is closed.
+SETTLE = 1.0
 
 
 class Client:
@@ -349,6 +353,7 @@ class Client:
         if self.closed:
             return
         if self.pid == os.getpid():
+            self._settle()
             self._error = self.pool.error()
             self.closed = True
             try:
@@ -357,6 +362,16 @@ class Client:
                 log.debug("replies could not be read at exit", exc_info=True)
             self.pool.shutdown()
             self.failures.summary()
+
+    def _settle(self) -> None:
+        """Give what was issued last a moment to run: its failures would go unsaid, with nobody left to ask."""
+        if not self.writer.readers or self.control[DEAD]:
+            return
+        with contextlib.suppress(PoolError):
+            self.flush()
+        deadline = time.monotonic() + SETTLE
+        while self.writer.behind() and not self.control[DEAD] and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def forked(self) -> None:
         """In a forked child: let go of what is the parent's."""

@@ -64,3 +64,23 @@ def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[s
 def _nothing(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """Fused optimizers write and return nothing; some have no meta kernel."""
     return (None,)
+
+
+@closed_form("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """What is saved depends on the mode (0 sum, 1 mean, 2 max) and on whether a sum takes the fast way."""
+    sig = signature(func)
+    a = {**sig.defaults, **dict(zip(sig.arguments, args, strict=False)), **kwargs}
+    weight, indices, offsets, mode = a["weight"], a["indices"], a["offsets"], a["mode"]
+    (given,) = offsets.shape
+    bags = given - bool(a["include_last_offset"])
+    fast = weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and weight.stride[1] == 1
+    fast = fast and mode == 0 and a["padding_idx"] < 0
+    index = indices.dtype if indices.dtype == offsets.dtype else torch.int64
+    sizes = (given,) if mode == 0 else (bags,)
+    width = weight.shape[1]
+    saved = [(0,) if fast else indices.shape, sizes, (bags, width) if mode == 2 else sizes]
+    return (
+        OutMeta((bags, width), contiguous_stride((bags, width)), weight.dtype),
+        *[OutMeta(tuple(shape), contiguous_stride(tuple(shape)), index) for shape in saved],
+    )

@@ -369,6 +369,15 @@ def test_failures_nobody_asked_for_are_summed_up_once() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_failure_in_the_last_line_is_told_too() -> None:
+    done = run_script("""
+        import torch, dtorch
+        out = torch.nn.functional.embedding(dtorch.tensor([7]), dtorch.randn(3, 2))
+    """)
+    assert "1 failed operation whose value nobody asked for" in done.stderr
+    assert "issued at <string>:3 in <module>" in done.stderr
+
+
 # -- an executor dies -----------------------------------------------------------------------------------------------
 
 

@@ -354,3 +354,18 @@ def test_batch_norm_by_batches() -> None:
     out = ours.eval()(dtorch.distribute_tensor(x, mesh, [Shard(0)]))
     assert out.placements == [Shard(0)]
     assert torch.allclose(out.detach().to_torch(), theirs.eval()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_embedding_bags_are_torchs(mode: str, padding: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.EmbeddingBag(10, 8, mode=mode, padding_idx=padding, dtype=dtype)
+    ours = copy.deepcopy(plain).to(dtorch.init_device_mesh("cpu", 2))
+    tokens = torch.randint(0, 10, (5, 7))
+    want, got = plain(tokens), ours(tokens)
+    assert torch.equal(got.to_torch(), want)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    assert torch.allclose(ours.weight.grad.to_torch(), plain.weight.grad)
