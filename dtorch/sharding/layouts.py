@@ -70,7 +70,7 @@ def _nothing(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str,
 def _embedding_bag(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """What is saved depends on the mode (0 sum, 1 mean, 2 max) and on whether a sum takes the fast way."""
     sig = signature(func)
-    a = {**sig.defaults, **dict(zip(sig.arguments, args, strict=False)), **kwargs}
+    a: dict[str, Any] = {**sig.defaults, **dict(zip(sig.arguments, args, strict=False)), **kwargs}
     weight, indices, offsets, mode = a["weight"], a["indices"], a["offsets"], a["mode"]
     (given,) = offsets.shape
     bags = given - bool(a["include_last_offset"])
