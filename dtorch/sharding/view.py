@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..placement import Shard
+from ..spec import TensorSpec
 from .cat import moves_values, without
 from .rule import Call, Dims, In, Local, Rule, dims_of, linear, names, partials, rule, untied
 
@@ -53,7 +55,19 @@ def view(call: Call) -> Rule | None:
     # The strides of _reshape_alias are global: the local piece is viewed by shape alone.
     local = _viewed if call.stem == "_reshape_alias" else _sizes_local("size")
     ins, outs = _groups(x.shape, target)
-    return _one(call, ins, outs, local=local, why=_VIEW_WHY)
+    return _one(call, ins, outs, local=local, why=_VIEW_WHY + _uneven(x))
+
+
+def _uneven(x: TensorSpec) -> str:
+    """What to say where a dim is cut unevenly: the joined dim would be cut elsewhere."""
+    for p, n in zip(x.placements, x.mesh.shape, strict=True):
+        if type(p) is Shard and x.shape[p.dim] % n:
+            size = x.shape[p.dim]
+            return (
+                f"\n  The {size} of dim {p.dim} are uneven over {n} ranks, so the dims after it cannot join."
+                f"\n  A size that {n} divides can: pad it, or leave the rest out (drop_last=True of a loader)."
+            )
+    return ""
 
 
 def _groups(shape: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:

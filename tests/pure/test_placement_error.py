@@ -128,3 +128,10 @@ def test_what_moves_cost() -> None:
     assert (move_bytes(y, (S(0),)), move_kind(y, (S(0),))) == (64.0, "reduce_scatter")
     assert move_bytes(spec((8, 4), R), (S(0),)) == 0
     assert move_bytes(spec((8, 4), R, S(0)), (S(0), S(0))) > 0  # under a later cut
+
+
+def test_an_uneven_batch_is_named() -> None:
+    found = text(aten.view.default, spec((5, 7, 8), S(0)), [35, 8])
+    assert "The 5 of dim 0 are uneven over 2 ranks" in found
+    assert "drop_last=True" in found
+    assert "uneven" not in text(aten.view.default, spec((4, 6, 8), S(1)), [24, 8])
