@@ -15,7 +15,7 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -333,7 +333,7 @@ def init_device_mesh(
     Raises:
         DeviceMeshError: a size below 1, or what :class:`DeviceMesh` refuses.
     """
-    shape: tuple[Any, ...] = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
+    shape: tuple[Any, ...] = tuple(mesh_shape) if isinstance(mesh_shape, Iterable) else (mesh_shape,)
     if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
         raise DeviceMeshError(f"init_device_mesh: mesh_shape={mesh_shape!r} must be one or more sizes of at least 1")
     return DeviceMesh(device_type, _nested(range(math.prod(shape)), shape), mesh_dim_names=mesh_dim_names)

@@ -205,7 +205,7 @@ def from_environ(environ: Mapping[str, str]) -> Config:
     values: dict[str, Any] = {}
     for variable, name in variables.items():
         text = environ.get(variable)
-        if text is None:
+        if not text:  # set to nothing is not set
             continue
         holds, wanted = _BOUNDS[name]
         try:

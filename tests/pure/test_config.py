@@ -121,3 +121,7 @@ def test_executors_for(
 ) -> None:
     monkeypatch.setattr(config, "available_cores", lambda: cores)
     assert dataclasses.replace(Config(), **options).executors_for(ranks) == executors
+
+
+def test_a_variable_set_to_nothing_is_not_set() -> None:
+    assert from_environ({"DTORCH_CPU_EXECUTORS": "", "DTORCH_BLOCKING": ""}) == Config()

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -297,3 +298,9 @@ def test_as_mesh(grid: DeviceMesh) -> None:
 def test_meshes_are_made_without_torch() -> None:
     code = "import sys, dtorch.mesh as m; m.DeviceMesh('cpu', [0, 1]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("shape", [2.5, None, "2", [2, 2.5], [True], []])
+def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
+    with pytest.raises(DeviceMeshError, match="must be one or more sizes of at least 1"):
+        init_device_mesh("cpu", shape)
