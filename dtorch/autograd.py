@@ -83,6 +83,9 @@ def watch_leaf(leaf: Tensor) -> None:
             # The leaf went into a plain tensor, from which a plain gradient came.
             return moves.lift(grad.detach(), want.mesh, want.placements)
         spec = grad._spec
+        if spec.copied is not None:
+            # A copy that stands for a view would refuse to be clipped in place.
+            return redistribute(grad, want.mesh, want.placements)
         lies_well = spec.placements == want.placements and spec.mesh is want.mesh
         # Hooks of the user's run after this one, and may place it otherwise.
         hooked = len(found._backward_hooks or ()) > 1

@@ -20,6 +20,7 @@ from .copies import mark, refuse_write, settled, version_of
 from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
 from .generators import draw_here, has_generator
 from .indices import check_indices
+from .make import make
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
 from .plans import decide, define, may_move, one_mesh, remember
 from .variants import inplace_view, out_variant, stem
@@ -151,6 +152,19 @@ def _made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return Again(args, {k: v for k, v in kwargs.items() if k not in dropped})
 
 
+def _new_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In a backward: where autograd undoes a write through a view, by writing through the same view of this tensor.
+
+    So it must be one whose views are views, whatever they cut: Replicate. (Where it copies a gradient for a leaf it
+    names a dtype; there is no view, and the placements are kept.)
+    """
+    if kwargs or torch._C._current_graph_task_id() == -1:
+        return _made_like(func, args, kwargs)
+    t, size, stride = args
+    mesh = t._spec.mesh
+    return make(torch.ops.aten.empty_strided.default, (size, stride), {"dtype": t.dtype}, mesh, replicated(mesh))
+
+
 def _refuse(reason: str) -> Special:
     def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"{stem(func)} of a dtorch tensor: {reason}")
@@ -172,6 +186,7 @@ _SPECIAL: dict[str, Special] = {
     ),
     "aten.as_strided.default": _as_strided,
     "aten._to_copy.default": _to_copy,
+    "aten.new_empty_strided.default": _new_strided,
     "aten.resize_.default": _refuse("its memory lies on the executors; make a new tensor of the wanted shape"),
     "aten.set_.source_Tensor": _refuse("write t.data = other, or t.copy_(other)"),
     "aten.set_.source_Storage_storage_offset": _refuse("its memory lies on the executors; write t.copy_(other)"),
@@ -342,8 +357,7 @@ def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
             placements = moves.get(next(at))
             return t if placements is None else redistribute(t, t._spec.mesh, placements)  # type: ignore[arg-type,attr-defined]
 
-        # In a backward nobody writes through views, and a gradient that were marked could not be clipped in place.
-        version = version_of(args[0]) if views and torch._C._current_graph_task_id() == -1 else None
+        version = version_of(args[0]) if views else None
         args, kwargs = _map_call(args, kwargs, move)
         result = dispatch(None, func, (), args, kwargs)
         return result if version is None else _map(result, lambda t: mark(t, version))  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ for _name, _g in {
     "relu_": lambda t: t.relu_(),
     "neg_": lambda t: t.neg_(),
     "no_grad add_": lambda t: torch.no_grad()(lambda: t.add_(0.5))(),
-    "inplace view transposed": lambda t: t.detach().unsqueeze_(0).add_(1),
+    "view of a detached += 1": lambda t: t.detach().unsqueeze(0).add_(1),
     "unsqueeze_": lambda t: t.clone().unsqueeze_(0),
     "t_": lambda t: t.clone().t_() if t.ndim <= 2 else t,
     "first row += 1": lambda t: _write(t, lambda t: t[0].add_(1) if t.ndim and len(t) else None),

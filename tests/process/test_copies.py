@@ -116,3 +116,24 @@ def test_a_plain_tensor_that_held_a_leaf_gives_it_a_gradient_on_its_mesh() -> No
     assert isinstance(leaf.grad, dtorch.Tensor) and leaf.grad.placements == [Shard(0)]
     assert leaf.grad.tolist() == [0, 1, 2, 3]
     assert Replicate() not in leaf.grad.placements
+
+
+def test_a_backward_undoes_writes_through_views_on_every_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight, x = torch.arange(15.0).reshape(3, 5), torch.arange(5.0).reshape(1, 5)
+    grads = []
+    for leaf, other in (
+        (
+            dtorch.distribute_tensor(weight, mesh, [Shard(1), Replicate()]).requires_grad_(),
+            dtorch.distribute_tensor(x, mesh, [Shard(0), Replicate()]),
+        ),
+        (weight.clone().requires_grad_(), x),
+    ):
+        y = torch.nn.functional.linear(leaf, other)
+        y[-2:].zero_()
+        # One gradient of y is whole on every rank, the other lies in shards: their sum is viewed where it is cut.
+        (torch.maximum(other, y).sum() + y.sum()).backward()
+        grads.append(leaf.grad)
+    ours, theirs = grads
+    assert isinstance(ours, dtorch.Tensor) and theirs is not None
+    assert torch.equal(ours.to_torch(), theirs) and theirs[1:].abs().sum() == 0
