@@ -54,6 +54,8 @@ log = logging.getLogger("dtorch")
 
 # Seconds that work issued last may go on for when a pool is closed.
 SETTLE = 1.0
+# Seconds that executors which are still starting are waited for besides.
+STARTING = 20.0
 
 
 class Client:
@@ -369,9 +371,14 @@ class Client:
             return
         with contextlib.suppress(PoolError):
             self.flush()
-        deadline = time.monotonic() + SETTLE
-        while self.writer.behind() and not self.control[DEAD] and time.monotonic() < deadline:
+        began = now = time.monotonic()
+        deadline = now + SETTLE
+        while self.writer.behind() and not self.control[DEAD] and now < deadline and self.pool.check():
             time.sleep(0.001)
+            now = time.monotonic()
+            if now < began + STARTING and len(self.pool.alive) < len(self.writer.readers):
+                # A short program ends before its executors have begun.
+                deadline = now + SETTLE
 
     def forked(self) -> None:
         """In a forked child: let go of what is the parent's."""
