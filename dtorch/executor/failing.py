@@ -32,7 +32,7 @@ from ..runtime.command import (
     Reply,
     Settle,
 )
-from ..runtime.shared import EXECUTOR_DONE, EXECUTOR_READ, SharedState, executor_line
+from ..runtime.shared import ERROR, EXECUTOR_DONE, EXECUTOR_READ, SharedState, executor_line
 from .compiler import compile_call
 from .device import Device
 from .store import Poison, shards, sharing
@@ -177,7 +177,7 @@ class Failing:
         """Answer the fetch at word `p`: there is no value."""
         slot, generation = self._words[p + 2], self._words[p + 3]
         self.tell(FetchFailed(slot, generation, poison.sequence))
-        self.state.control[slot + self.index] = generation << 2 | command.FAILED
+        self.state.control[slot + self.index] = generation << 2 | ERROR
 
     def poisoned_move(self, p: int, outs: Iterable[int], poison: Poison) -> None:
         """A redistribution met a poisoned input: its outputs are poisoned here, and the peers' through the exchange.

@@ -31,7 +31,7 @@ from ..runtime.command import (
     Threads,
     UploadPlan,
 )
-from ..runtime.shared import SharedState
+from ..runtime.shared import DONE, SharedState
 from . import redistribution
 from .compiler import compile_call, compile_plan, same_draw, same_stride
 from .device import CPU, Device
@@ -281,7 +281,7 @@ class Interpreter:
                         for d, (start, n) in enumerate(region):
                             view = view.narrow(d, start, n)
                         view.copy_(local[k])
-            control[words[p + 2] + index] = words[p + 3] << 2 | command.DONE
+            control[words[p + 2] + index] = words[p + 3] << 2 | DONE
 
         self.plans[m.plan] = run
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from ..runtime.arena import view
-from ..runtime.command import DONE, FetchPlan, OutLayout, UploadPlan
+from ..runtime.command import FetchPlan, OutLayout, UploadPlan
 from ..runtime.ring import Reader
-from ..runtime.shared import EXECUTOR_READ, EXECUTOR_UPLOADED, WRITE, SharedState, executor_line
+from ..runtime.shared import DONE, EXECUTOR_READ, EXECUTOR_UPLOADED, WRITE, SharedState, executor_line
 from .store import Poison, shards
 
 __all__ = ["Event", "Streams", "TransferReader", "Transfers"]

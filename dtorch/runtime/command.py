@@ -64,9 +64,6 @@ FIRST_PLAN = 16
 LENGTH_SHIFT = 32
 PLAN_MASK = (1 << LENGTH_SHIFT) - 1
 
-# States of a status word: generation << 2 | state.
-PENDING, DONE, FAILED = 0, 1, 2
-
 # Blamed in place of a command: a value is gone with the pool it lay in, or only part of it was written.
 LOST_WITH_POOL, LOST_WRITE = -1, -2
 

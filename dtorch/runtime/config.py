@@ -108,13 +108,6 @@ class Config:
         size = total_memory() // 4 if self.arena_bytes is None else self.arena_bytes
         return max(_PAGE, size // _PAGE * _PAGE)
 
-    def executors_for(self, ranks: int) -> int:
-        """How many executors host the `ranks` logical devices of a "cpu" mesh."""
-        if self.same_device:
-            return 1
-        wanted = min(ranks, available_cores()) if self.cpu_executors is None else min(ranks, self.cpu_executors)
-        return max(1, min(wanted, self.max_executors))
-
 
 def _whole(low: int, high: int | None = None) -> tuple[Callable[[Any], bool], str]:
     text = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"

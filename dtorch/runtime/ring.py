@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ..errors import ExecutorDiedError, PoolError, RunAheadError
+from .command import CONTROL, FIRST_PLAN, FREE, WRAP
 from .config import Config
 from .reply import ReplyReader, ReplyWriter, reply_memfd
 from .scheduler import Pressure, failure, headroom, pressure, run_ahead, should_wake
@@ -56,9 +57,6 @@ __all__ = [
     "Writer",
     "reply_memfd",
 ]
-
-WRAP, FREE, CONTROL = 0, 1, 2
-FIRST_PLAN = 16  # plans that CONTROL messages define
 
 _YIELDS = 20  # never a pure spin: it would hold the very core the other side needs
 _DOZES = 3

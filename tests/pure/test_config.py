@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -102,25 +101,6 @@ def test_configure_refuses_and_changes_nothing(options: dict[str, object], messa
         configure(**options)
     assert str(caught.value).startswith(message)
     assert config.current() is before
-
-
-@pytest.mark.parametrize(
-    ("options", "ranks", "cores", "executors"),
-    [
-        ({}, 1, 4, 1),
-        ({}, 8, 4, 4),
-        ({}, 2, 4, 2),
-        ({"cpu_executors": 6}, 8, 4, 6),
-        ({"cpu_executors": 6}, 3, 4, 3),
-        ({"max_executors": 2}, 8, 4, 2),
-        ({"same_device": True}, 8, 4, 1),
-    ],
-)
-def test_executors_for(
-    options: dict[str, object], ranks: int, cores: int, executors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config, "available_cores", lambda: cores)
-    assert dataclasses.replace(Config(), **options).executors_for(ranks) == executors
 
 
 def test_a_variable_set_to_nothing_is_not_set() -> None:
