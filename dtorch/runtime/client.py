@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ..errors import DeviceMeshError, PoolError
 from ..executor.pool import adopt, stop_early
 from ..gpus import count as gpu_count
@@ -40,6 +42,7 @@ from .command import (
 )
 from .draws import Draws
 from .failures import Failures
+from .operators import Operators
 from .refs import FREE_RECORDS, Plan, freed, next_ref
 from .ring import Writer
 from .scheduler import Pressure
@@ -99,6 +102,7 @@ class Client:
         self._drain_lock = threading.RLock()
         self.values = Values(self)
         self.draws = Draws(self)
+        self.operators = Operators(self)
         self._regions: dict[tuple[int, ...], int] = {}
 
     # -- executors and meshes -----------------------------------------------------------------------------------
@@ -390,6 +394,8 @@ class Client:
         self.closed = True
 
 
+# What torch's generators say of their seed while nobody has given one.
+_UNSEEDED = 67280421310721
 _current: Client | None = None
 _start_lock = threading.Lock()
 _closing: list[Callable[[], None]] = []
@@ -414,6 +420,9 @@ def client() -> Client:
     with _start_lock:
         if _current is None:
             _current = Client()
+            if torch.initial_seed() != _UNSEEDED:
+                # torch.manual_seed was called before there was anything of dtorch's to seed.
+                _current.draws.seed(torch.initial_seed())
         return _current
 
 
