@@ -301,8 +301,15 @@ def _decide_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     raise AssertionError("a call that needs moves was decided without them")
 
 
+# Views by what they do, though their schemas do not say so. (`_unsafe_view` is one too, but only torch's composites call
+# it, each on a result of its own making that nobody reads again: a write to the view is lost on nobody.)
+_UNSAFE_VIEWS = frozenset({"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
+
+
 def _views(func: Any) -> bool:
-    """Whether the operator's results are views of an argument, by its schema."""
+    """Whether the operator's results are views of an argument."""
+    if stem(func) in _UNSAFE_VIEWS:
+        return True
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
