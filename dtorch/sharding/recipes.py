@@ -14,7 +14,16 @@ import torch
 from ..placement import Replicate
 from .rule import dims_of, signature
 
-__all__ = ["arg_extreme", "extreme_with_index", "log_sum_exp", "moments", "reduced", "vector_norm", "verdict"]
+__all__ = [
+    "arg_extreme",
+    "distance",
+    "extreme_with_index",
+    "log_sum_exp",
+    "moments",
+    "reduced",
+    "vector_norm",
+    "verdict",
+]
 
 aten: Any = torch.ops.aten
 
@@ -143,6 +152,13 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     total = reduced(ours.norm_power.default(x, order, list(dims), bool(a.get("keepdim", False))))
     root = aten.sqrt.default(total) if order == 2 else aten.pow.Tensor_Scalar(total, 1.0 / order)
     return _cast(root, x.dtype.to_real())
+
+
+def distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """dist: the p-norm of the difference."""
+    a = _bind(func, args, kwargs)
+    apart = reduced(aten.sub.Tensor(a["self"], a["other"]))
+    return reduced(aten.linalg_vector_norm.default(apart, a["p"]))
 
 
 def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
