@@ -6,16 +6,22 @@ those that have missed some are given the state of one that has not.
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
+import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
+from ..errors import PoolError
 from .command import Seed, SendRandom, SyncRandom
 
 if TYPE_CHECKING:
     from .client import Client
 
-__all__ = ["Draws"]
+__all__ = ["AskedState", "Draws", "own_state", "set_own_state"]
 
 
 class Draws:
@@ -34,6 +40,7 @@ class Draws:
         self._newest = {False: 0, True: 0}
         self.seeded: int | None = None
         self._lock = threading.RLock()
+        _follow_states(self)
 
     def add(self, executors: Iterable[int], *, seeded: bool = False) -> None:
         """Executors are new; `seeded`: they were given the seed, and nothing has drawn since."""
@@ -102,3 +109,86 @@ class Draws:
         self._client.send(SyncRandom(0, members, None, state))
         self._latest = self._newest[gpu] = self._latest + 1
         self._versions.update(dict.fromkeys(members, self._latest))
+
+
+class AskedState:
+    """The state that the generators of CPUs or of GPUs have at this point of the program; asked for now, read later."""
+
+    # (executor, token) of states that nobody will read, whose replies are to be thrown away when they come.
+    _unwanted: ClassVar[set[tuple[int, int]]] = set()
+
+    def __init__(self, client: Client, gpu: bool) -> None:
+        self._client = c = client
+        # Long programs ask often and read seldom: take in what came, so that no executor waits to be read.
+        c.drain()
+        for key in self._unwanted & c._replies.keys():
+            del c._replies[key]
+            self._unwanted.discard(key)
+        self.draws = c.draws.count(gpu)
+        self._key = (c.draws.root(gpu), next(c._tokens))
+        self._state: bytes | None = None
+        c.send(SendRandom(*self._key), sync=True)
+
+    def read(self) -> bytes:
+        """The state; waits until the executor that was asked has come so far."""
+        c = self._client
+        deadline = time.monotonic() + 60
+        while self._state is None:
+            c.drain()
+            c.check()
+            self._state = c._replies.pop(self._key, None)
+            if self._state is None:
+                if time.monotonic() > deadline:
+                    raise PoolError("the state of the executors' random generator did not arrive within 60 s")
+                time.sleep(0.0002)
+        return self._state
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", b"") is None:
+            self._unwanted.add(self._key)
+
+
+# -- torch's own get_rng_state and set_rng_state ----------------------------------------------------------------------
+
+own_state, set_own_state = torch.get_rng_state, torch.set_rng_state
+"""State of this process's generator alone."""
+_latest: weakref.ref[Draws] | None = None
+
+
+def _follow_states(draws: Draws) -> None:
+    """Have ``torch.get_rng_state`` and ``set_rng_state`` keep and restore the generators of the executors as well.
+
+    What a state of this process's generator is kept for (torch.utils.checkpoint and torch.random.fork_rng do) was drawn
+    on the executors: a mask recomputed from another state would make wrong gradients. The tensor that torch returns
+    carries the executors' states along.
+    """
+    global _latest
+    _latest = weakref.ref(draws)
+    if torch.get_rng_state is own_state:
+        torch.get_rng_state = torch.random.get_rng_state = _get_state
+        torch.set_rng_state = torch.random.set_rng_state = _set_state
+
+
+def _following() -> Draws | None:
+    draws = None if _latest is None else _latest()
+    return None if draws is None or draws._client.closed else draws
+
+
+@functools.wraps(own_state)
+def _get_state() -> torch.Tensor:
+    state = own_state()
+    draws = _following()
+    if draws is not None and type(state) is torch.Tensor:
+        state._dtorch = {gpu: AskedState(draws._client, gpu) for gpu in draws.kinds()}  # type: ignore[attr-defined]
+    return state
+
+
+@functools.wraps(set_own_state)
+def _set_state(new_state: torch.Tensor) -> None:
+    set_own_state(new_state)
+    draws = _following()
+    states: dict[bool, Any] = getattr(new_state, "_dtorch", {})
+    for gpu, asked in states.items():
+        # Where nothing was drawn since, there is nothing to restore, nor to wait for.
+        if draws is not None and asked._client is draws._client and draws.count(gpu) != asked.draws:
+            draws.set_state(asked.read(), gpu)

@@ -409,3 +409,10 @@ def counted(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
     if not isinstance(a.get("dtype"), torch.dtype) or any([not isinstance(s, int) or s < 0 for s in size]):
         return None
     return (_packed(size, a["dtype"]),)
+
+
+@closed_form("binomial", "_sample_dirichlet")
+def drawn_like(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    """Samples of distributions, one for each count or row of weights; torch has no meta kernel for these."""
+    x = args[0]
+    return (_packed(x.shape, x.dtype),) if type(x) is TensorSpec and x.dtype.is_floating_point else None

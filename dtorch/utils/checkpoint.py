@@ -1,62 +1,23 @@
 """``torch.utils.checkpoint``: recompute a part of the forward in the backward, with the same random numbers.
 
-torch saves the state of the client's generator, but dropout draws from that of the executors. Here a checkpoint asks
-for their state before its forward, without waiting; if the forward drew any, the recomputation starts from that state
-and puts the later one back afterwards (which waits for the executors, once a checkpoint).
+Dropout draws from the executors' generators. A checkpoint asks for their state before its forward, without waiting; if
+the forward drew any, the recomputation starts from that state and puts the later one back afterwards (which waits for
+the executors, once a checkpoint). torch's own checkpoint does so too, but cannot tell whether its forward drew.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.nn import Sequential
 from torch.utils import checkpoint as _checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ..errors import PoolError
 from ..runtime.client import client
-from ..runtime.command import SendRandom
+from ..runtime.draws import AskedState, own_state, set_own_state
 
 __all__ = ["checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop"]
-
-
-class _AskedState:
-    """The state that the generators of CPUs or of GPUs have at this point of the program; asked for now, read later."""
-
-    # (executor, token) of states that nobody will read, whose replies are to be thrown away when they come.
-    _unwanted: ClassVar[set[tuple[int, int]]] = set()
-
-    def __init__(self, gpu: bool) -> None:
-        self._client = c = client()
-        # Long programs ask often and read seldom: take in what came, so that no executor waits to be read.
-        c.drain()
-        for key in self._unwanted & c._replies.keys():
-            del c._replies[key]
-            self._unwanted.discard(key)
-        self.draws = c.draws.count(gpu)
-        self._key = (c.draws.root(gpu), next(c._tokens))
-        self._state: bytes | None = None
-        c.send(SendRandom(*self._key), sync=True)
-
-    def read(self) -> bytes:
-        """The state; waits until the executor that was asked has come so far."""
-        c = self._client
-        deadline = time.monotonic() + 60
-        while self._state is None:
-            c.drain()
-            c.check()
-            self._state = c._replies.pop(self._key, None)
-            if self._state is None:
-                if time.monotonic() > deadline:
-                    raise PoolError("checkpoint: the state of the random generator did not arrive within 60 s")
-                time.sleep(0.0002)
-        return self._state
-
-    def __del__(self) -> None:
-        if getattr(self, "_state", b"") is None:
-            self._unwanted.add(self._key)
 
 
 class _SameDraws:
@@ -65,23 +26,26 @@ class _SameDraws:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         # Of CPUs (False) and of GPUs (True), where it drew of those.
-        self._before: dict[bool, _AskedState] = {}
+        self._before: dict[bool, AskedState] = {}
+        self._own = own_state()
         self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         c = client()
         if not self._called:
-            self._called, before = True, {gpu: _AskedState(gpu) for gpu in c.draws.kinds()}
+            self._called, before = True, {gpu: AskedState(c, gpu) for gpu in c.draws.kinds()}
             try:
                 return self._function(*args, **kwargs)
             finally:
                 self._before = {gpu: asked for gpu, asked in before.items() if c.draws.count(gpu) != asked.draws}
-        after = {gpu: c.draws.state(gpu) for gpu in self._before}
+        own, after = own_state(), {gpu: c.draws.state(gpu) for gpu in self._before}
+        set_own_state(self._own)
         for gpu, asked in self._before.items():
             c.draws.set_state(asked.read(), gpu)
         try:
             return self._function(*args, **kwargs)
         finally:
+            set_own_state(own)
             for gpu, state in after.items():
                 c.draws.set_state(state, gpu)
 
@@ -102,9 +66,7 @@ def checkpoint(
         preserve_rng_state: dropout draws the same in the recomputation.
     """
     run = _SameDraws(function) if preserve_rng_state else function
-    return _checkpoint.checkpoint(
-        run, *args, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state, **kwargs
-    )
+    return _checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, preserve_rng_state=False, **kwargs)
 
 
 def checkpoint_sequential(

@@ -10,7 +10,7 @@ import torch
 
 import dtorch
 from dtorch.runtime.client import client
-from dtorch.utils.checkpoint import _AskedState
+from dtorch.runtime.draws import AskedState
 
 
 def run(lib: Any, reentrant: bool | None, sequential: bool = False) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ def test_without_random_numbers_nothing_is_kept() -> None:
         dtorch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
     gc.collect()
     dtorch.Graph.sync()
-    _AskedState(False).read()
-    _AskedState(False).read()
-    assert _AskedState._unwanted == set()
+    AskedState(client(), False).read()
+    AskedState(client(), False).read()
+    assert AskedState._unwanted == set()
     assert client()._replies == {}
