@@ -37,6 +37,7 @@ _NAMES: dict[str, str] = {
         "errors",
     ),
     "TensorSpec": "spec",
+    "register_sharding": "sharding.register",
     "Tensor": "_tensor",
     "DTensor": "distributed.tensor",
     **dict.fromkeys(["TensorFuture", "VoidFutureCollect"], "future"),
@@ -88,7 +89,7 @@ _NAMES: dict[str, str] = {
         "distributed.tensor.parallel",
     ),
 }  # fmt: skip
-_MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement random".split())
+_MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement random testing".split())
 
 
 # Modules whose names say nothing of a tensor yet: they start nothing.

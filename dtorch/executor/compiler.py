@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..runtime.command import CallPlan, In, LocalCall, NumberIn, OutLayout
-from . import kernels
+from . import kernels, operators
 from .device import CPU, Device
 
 __all__ = ["compile_call", "compile_plan", "resolve"]
@@ -32,8 +32,10 @@ def resolve(name: str) -> Callable[..., Any]:
     if namespace == "dtorch":
         return kernels.find(rest)
     packet_name, _, overload = rest.rpartition(".")
-    packet = getattr(getattr(torch.ops, namespace), packet_name)
-    if namespace == "aten" and overload in ("Tensor", "default", "self"):
+    if namespace != "aten":
+        return operators.find(namespace, packet_name, overload)
+    packet = getattr(torch.ops.aten, packet_name)
+    if overload in ("Tensor", "default", "self"):
         if packet_name in _BINDINGS:
             return getattr(torch, packet_name)
         if packet_name.endswith("_") and packet_name[:-1] in _BINDINGS and hasattr(torch.Tensor, packet_name):

@@ -18,6 +18,7 @@ from ..runtime.command import (
     CallPlan,
     ClearErrors,
     DefineMesh,
+    DefineOperator,
     FetchPlan,
     LocalCall,
     MakeLocals,
@@ -32,7 +33,7 @@ from ..runtime.command import (
     UploadPlan,
 )
 from ..runtime.shared import DONE, SharedState
-from . import redistribution
+from . import operators, redistribution
 from .compiler import compile_call, compile_plan, same_draw, same_stride
 from .device import CPU, Device
 from .failing import Failing, PeerFailedError
@@ -80,6 +81,7 @@ class Interpreter:
         self.words, self.ints, self.doubles = state.ring_words, state.ring_ints, state.ring_doubles
         self._handlers: dict[type, Callable[[Any], None]] = {
             DefineMesh: self._mesh,
+            DefineOperator: operators.define,
             CallPlan: self._call,
             RedistributePlan: self._redistribute,
             UploadPlan: self._upload,

@@ -36,6 +36,7 @@ __all__ = [
     "Cause",
     "ClearErrors",
     "DefineMesh",
+    "DefineOperator",
     "ErrorReport",
     "FetchFailed",
     "FetchPlan",
@@ -113,6 +114,27 @@ class DefineMesh:
 
     mesh: int
     hosts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DefineOperator:
+    """An operator that the program defined, for executors that have not.
+
+    Attributes:
+        name: "namespace::name".
+        serial: of the definition; one that an executor has is passed over.
+        schema: without the name; None where nothing is known but where to look.
+        functions: device type, or None for all, -> the user's function; pickled.
+        module: imported instead, where it is named.
+        libraries: what ``torch.ops.load_library`` is to load.
+    """
+
+    name: str
+    serial: int
+    schema: str | None
+    functions: bytes | None
+    module: str | None
+    libraries: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,8 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
     plan.view = view
     plan.draws = _draws(func, call)
     unique = tuple(_local(c, index, view) for c in decided.calls)
+    for c in unique:
+        client.operators.need(c.func)
     text = describe(call)
     layouts = ()
     if plan.draws:

@@ -54,7 +54,7 @@ class Signature:
 
     __slots__ = (
         "aliased", "arguments", "defaults", "free", "has_out", "index", "inplace", "inplace_view", "op", "pointwise",
-        "stem", "types", "writes",
+        "stem", "types", "writes", "written",
     )  # fmt: skip
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
@@ -74,6 +74,9 @@ class Signature:
         self.aliased = frozenset(a.name for a in schema.arguments if a.alias_info is not None)
         if self.stem in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"):
             self.aliased |= {"self"}  # views in fact, though their schemas do not say so
+        self.written = frozenset(
+            a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out
+        )
         # Which argument each output is, for outputs that are a written argument.
         written = {
             tuple(sorted(a.alias_info.before_set)): a.name

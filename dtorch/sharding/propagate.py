@@ -32,7 +32,7 @@ from .plan import (
     placements,
     replicated,
 )
-from .rule import Call, Each, Recipe, Rule, always, find, sizes_of, untied
+from .rule import NONE, Call, Each, Recipe, Rule, always, find, sizes_of, untied
 
 __all__ = ["FAMILIES", "LocalCall", "Plan", "decode", "propagate", "strategies"]
 
@@ -147,7 +147,8 @@ class _Limits(NamedTuple):
         owners = call.owners()
         fixed = frozenset([i for i, name in enumerate(owners) if name in sig.aliased])
         still = set()
-        written = {name for name in sig.writes if name is not None} | ({"self"} if sig.inplace else set())
+        # Also what is written and not returned, as the state of a fused optimizer is.
+        written = sig.written | ({"self"} if sig.inplace else NONE)
         for i, name in enumerate(owners):
             if name in written:
                 still.add(i)
