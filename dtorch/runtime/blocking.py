@@ -46,6 +46,20 @@ _INSTEAD = {
     "sync": "await Graph.sync_async()",
     "linalg_check": "torch.linalg.inv_ex(t), or another …_ex, and await its info",
 }
+# Operators whose result's shape, or whose result, is known with the values of its inputs only -> what to write instead.
+_OPERATORS = {
+    "_local_scalar_dense": ("item", "(await t).item()"),
+    "equal": ("equal", "torch.equal(await a, await b)"),
+    "allclose": ("allclose", "torch.allclose(await a, await b)"),
+    "_histogramdd_bin_edges": ("histogramdd", "torch.histogramdd(await t, …)"),
+    "repeat_interleave": ("repeat_interleave", "t.repeat_interleave(await repeats)"),
+    "index": ("t[mask]", "t[await mask]"),
+    "index_put": ("t[mask] = value", "t[await mask] = value"),
+    "_unique2": ("unique", "torch.unique(await t, …)"),
+    "unique_dim": ("unique", "torch.unique(await t, …)"),
+}
+# The functions of dtorch that run them; each has the operator as `func`.
+_RUNNERS = frozenset({"_on_client", "_item", "_equal", "_masked", "verdict"})
 _told: set[tuple[CodeType, int]] = set()
 
 
@@ -61,10 +75,10 @@ def on_block() -> None:
     key = (frame.f_code, frame.f_lasti)
     if not strict.get() and key in _told:
         return
-    called = _called(frame)
+    called, instead = _called(frame)
     text = (
-        f"{called}() waits for a value and stops the running event loop meanwhile, and all its tasks with it.\n"
-        f"  Write:  {_INSTEAD.get(called, 'await t')}\n  {site_of(frame.f_code, frame.f_lasti)}"
+        f"{called} waits for a value and stops the running event loop meanwhile, and all its tasks with it.\n"
+        f"  Write:  {instead}\n  {site_of(frame.f_code, frame.f_lasti)}"
     )
     if strict.get():
         raise BlockingCallError(text)
@@ -72,15 +86,26 @@ def on_block() -> None:
     _told.add(key)
 
 
-def _called(user: FrameType) -> str:
-    """The name of the function that `user` called."""
+def _called(user: FrameType) -> tuple[str, str]:
+    """What `user` called, and what to write instead."""
     frame: FrameType | None = sys._getframe(1)
     known = name = ""
+    operator: tuple[str, str] | None = None
     while frame is not None and frame is not user:
         name = frame.f_code.co_name
         known = name if name in _INSTEAD else known
+        if name in _RUNNERS:
+            operator = _operator(str(frame.f_locals["func"]._schema.name.partition("::")[2]))
         frame = frame.f_back
-    return known or name
+    if operator is not None and known in ("", "get"):
+        return operator
+    return f"{known or name}()", _INSTEAD.get(known or name, "await t")
+
+
+def _operator(stem: str) -> tuple[str, str]:
+    """The call of the operator `stem`, and what to write instead."""
+    name, instead = _OPERATORS.get(stem.removeprefix("_unsafe_").rstrip("_"), (stem, f"torch.{stem}(await t, …)"))
+    return (name if "[" in name else f"{name}()"), instead
 
 
 def _in_notebook() -> bool:

@@ -253,7 +253,7 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
     mesh = _common_mesh(proxies, func)
     if mesh is None:
         return _on_common_mesh(func, args, kwargs, proxies)
-    if stem(func) in ("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"):
+    if stem(func) in _INDEXED:
         check_indices(args[0], args[1])
         if _has_mask(args):
             return _masked(func, args, kwargs)
@@ -301,8 +301,8 @@ def _decide_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     raise AssertionError("a call that needs moves was decided without them")
 
 
-# Views by what they do, though their schemas do not say so. (`_unsafe_view` is one too, but only torch's composites call
-# it, each on a result of its own making that nobody reads again: a write to the view is lost on nobody.)
+# Views by what they do, though their schemas do not say so. (`_unsafe_view` is one too, but only torch's composites
+# call it, each on a result of its own making that nobody reads again: a write to the view is lost on nobody.)
 _UNSAFE_VIEWS = frozenset({"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
 
 
@@ -375,6 +375,9 @@ def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
 def _with_plain(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], proxies: list[Any]) -> Any:
     """Plain tensors among the arguments are constants, replicated; a plain target stays plain."""
     func = op.func
+    if stem(func) in _INDEXED and is_proxy(args[0]):
+        check_indices(args[0], args[1])
+        args = (args[0], _positions(args[1]), *args[2:])
     written = []
     for i, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
@@ -417,6 +420,20 @@ def _on_common_mesh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pr
 
     args, kwargs = _map_call(args, kwargs, move)
     return dispatch(None, func, (), args, kwargs)
+
+
+_INDEXED = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"})
+
+
+def _positions(given: list[Any]) -> list[Any]:
+    """`given`, each plain mask in it as the positions it stands for: they are known here, and nobody waits for them."""
+    indices: list[Any] = []
+    for t in given:
+        if t is not None and not is_proxy(t) and t.dtype in (torch.bool, torch.uint8):
+            indices += t.nonzero().unbind(1)
+        else:
+            indices.append(t)
+    return indices
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
