@@ -118,7 +118,6 @@ _SPATIAL = {
     "upsample_trilinear3d": 3,
     "_upsample_bilinear2d_aa": 2,
     "_upsample_bicubic2d_aa": 2,
-    "im2col": 2,
 }
 _LINEAR = ("avg", "upsample")
 
@@ -133,9 +132,6 @@ def window(call: Call) -> Rule | None:
     lead = names(x.ndim - spatial)
     moves = any(k in call.stem for k in _LINEAR)
     dims = (*lead, *untied(spatial))
-    if call.stem == "im2col":
-        # [n, c, h, w] to [n, c·k·k, blocks]: the windows of one channel lie together.
-        return Rule((dims,), ((*lead, ""),), flows=linear((0,)), why=_WHY)
     return Rule((dims,), (dims,) * len(call.outs), flows=linear((0,)) if moves else (), why=_WHY)
 
 
@@ -147,7 +143,7 @@ def _input_size(local: Local) -> None:
     local.set("input_size", list(local.out_shape()))
 
 
-@rule(*(f"{stem}_backward" for stem in _SPATIAL if not stem.startswith(("im2col", "avg_pool1d"))))
+@rule(*(f"{stem}_backward" for stem in _SPATIAL if not stem.startswith("avg_pool1d")))
 def window_backward(call: Call) -> Rule | None:
     """Linear in the gradient; the same dims are free."""
     if call.overload in ("grad_input",):

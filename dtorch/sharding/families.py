@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from . import (
     attention,
+    bags,
     batch_norm,
     cat,
     convolution,
+    counting,
     factory,
     fft,
     foreach,
@@ -21,14 +23,17 @@ from . import (
     recurrent,
     reduction,
     scan,
+    spatial,
     view,
 )
 
 __all__ = [
     "attention",
+    "bags",
     "batch_norm",
     "cat",
     "convolution",
+    "counting",
     "factory",
     "fft",
     "foreach",
@@ -43,5 +48,6 @@ __all__ = [
     "recurrent",
     "reduction",
     "scan",
+    "spatial",
     "view",
 ]

@@ -7,8 +7,6 @@ and broadcast.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .matmul import broadcast_dims
 from .recipes import distance
 from .rule import Call, Dims, Flow, Local, Recipe, Reduce, Rule, linear, names, rule, untied
