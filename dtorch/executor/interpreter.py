@@ -19,6 +19,7 @@ from ..runtime.command import (
     ClearErrors,
     DefineMesh,
     DefineOperator,
+    DropPlans,
     FetchPlan,
     LocalCall,
     MakeLocals,
@@ -83,6 +84,7 @@ class Interpreter:
             DefineMesh: self._mesh,
             DefineOperator: operators.define,
             CallPlan: self._call,
+            DropPlans: self._drop,
             RedistributePlan: self._redistribute,
             UploadPlan: self._upload,
             FetchPlan: self._fetch,
@@ -127,6 +129,11 @@ class Interpreter:
 
     def _mesh(self, m: DefineMesh) -> None:
         self.mine[m.mesh] = tuple(r for r, host in enumerate(m.hosts) if host == self.index)
+
+    def _drop(self, m: DropPlans) -> None:
+        for plan in m.plans:
+            self.plans.pop(plan, None)
+            self.messages.pop(plan, None)
 
     def _call(self, m: CallPlan) -> None:
         mine = self.mine.get(m.mesh, ())

@@ -37,6 +37,7 @@ __all__ = [
     "ClearErrors",
     "DefineMesh",
     "DefineOperator",
+    "DropPlans",
     "ErrorReport",
     "FetchFailed",
     "FetchPlan",
@@ -164,6 +165,13 @@ class CallPlan:
     draws: bool = False
     lists: bool = False
     layouts: tuple[tuple[tuple[tuple[int, ...], Any], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlans:
+    """Plans that no record will name again."""
+
+    plans: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,16 +85,18 @@ class Operator:
 
     Attributes:
         plans: key → plan.
+        gone: ids of plans that are no longer here, and still on the executors.
         free: per argument, whether a number there rides in the message; None where none does.
         free_names: the same for keyword arguments.
         special: is asked first; returns the result, or :class:`Again`.
     """
 
-    __slots__ = ("free", "free_names", "func", "plans", "special")
+    __slots__ = ("free", "free_names", "func", "gone", "plans", "special")
 
     def __init__(self, func: Any, free: tuple[bool, ...] | None, names: frozenset[str], special: Any) -> None:
         self.func, self.free, self.free_names, self.special = func, free, names, special
         self.plans: dict[Any, OperatorPlan] = {}
+        self.gone: tuple[int, ...] = ()
 
 
 class Again:

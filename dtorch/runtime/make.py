@@ -10,7 +10,7 @@ from ..sharding.rule import Recipe
 from . import dispatch as _dispatch
 from .client import client
 from .dispatch import operator
-from .plans import decide, define
+from .plans import decide, define, make_room
 
 if TYPE_CHECKING:
     from .._tensor import Tensor
@@ -39,5 +39,6 @@ def make(
         call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor, mesh=mesh, placements=placements)
         if isinstance(decided, Recipe):
             raise TypeError(f"{func}: a factory cannot communicate")
+        make_room(c, op)
         plan = op.plans[k] = define(c, op, call, decided, numbers)
     return _dispatch.publish(plan, nums)

@@ -5,6 +5,7 @@ The decision itself is `sharding.propagate`'s; here it becomes messages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -21,12 +22,12 @@ from ..sharding.rule import In as RuleIn
 from ..spec import TensorSpec
 from . import client as _client
 from .client import Client
-from .command import CallPlan, In, LocalCall, NumberIn
+from .command import CallPlan, DropPlans, In, LocalCall, NumberIn
 from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
 from .failures import with_site
 from .refs import ref_type
 
-__all__ = ["auto_redistribute_on", "decide", "define", "forget", "may_move"]
+__all__ = ["auto_redistribute_on", "decide", "define", "forget", "make_room", "may_move"]
 
 auto_redistribute_on: ContextVar[bool] = ContextVar("dtorch_auto_redistribute", default=False)
 
@@ -44,10 +45,25 @@ def remember(op: Operator) -> Operator:
     return op
 
 
+def make_room(c: Client, op: Operator) -> None:
+    """Before a plan is added to `op`: where there are too many, the oldest quarter goes, here and on the executors.
+
+    The executors keep what goes until the next time: another thread may be about to issue one of them.
+    """
+    if len(op.plans) < c.config.plan_cache:
+        return
+    oldest = tuple(itertools.islice(tuple(op.plans), 1 + len(op.plans) // 4))
+    gone = [plan for plan in [op.plans.pop(key, None) for key in oldest] if plan is not None]
+    if op.gone:
+        c.send(DropPlans(op.gone))
+    op.gone = tuple([plan.id for plan in gone if plan.id and plan.client is c])
+
+
 def forget() -> None:
     """Drop every plan: the pool they were defined on has ended."""
     for op in _known:
         op.plans.clear()
+        op.gone = ()
 
 
 _client.on_close(forget)

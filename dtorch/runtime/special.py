@@ -22,7 +22,7 @@ from .generators import draw_here, has_generator
 from .indices import check_indices
 from .make import make
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
-from .plans import decide, define, may_move, one_mesh, remember
+from .plans import decide, define, make_room, may_move, one_mesh, remember
 from .variants import inplace_view, out_variant, stem
 
 __all__ = ["know", "miss"]
@@ -263,8 +263,7 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
     c.check()
     for t in proxies:
         c.refuse_lost(t._ref)
-    if len(op.plans) > c.config.plan_cache:
-        op.plans.pop(next(iter(op.plans)))
+    make_room(c, op)
     try:
         call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor)
     except NotImplementedError:

@@ -28,7 +28,7 @@ def _causal(call: Call) -> bool:
     return bool(call.arg("is_causal", False))
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu")
+@rule("_scaled_dot_product_flash_attention_for_cpu", free=("scale",))
 def attention(call: Call) -> Rule | None:
     """Query [b, h, q, d], key and value [b, h, k, d] to [b, h, q, d] and the log of the softmax's sum [b, h, q]."""
     if call.arg("dropout_p", 0.0):
@@ -45,7 +45,7 @@ def attention(call: Call) -> Rule | None:
     )
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu_backward")
+@rule("_scaled_dot_product_flash_attention_for_cpu_backward", free=("scale",))
 def attention_backward(call: Call) -> Rule | None:
     """Sharded queries make the gradients of keys and values Partial, sharded keys that of queries."""
     if call.arg("dropout_p", 0.0):

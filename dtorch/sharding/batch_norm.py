@@ -36,7 +36,12 @@ def _statistics_stay(call: Call) -> bool:
     return True
 
 
-@rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
+@rule(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    free=("momentum", "eps"),
+)
 def batch_norm(call: Call) -> Rule:
     """Input [n, c, ...]; the running statistics are updated in place in training."""
     x = call.specs[0]
@@ -56,7 +61,7 @@ def batch_norm(call: Call) -> Rule:
     )
 
 
-@rule("native_batch_norm_backward")
+@rule("native_batch_norm_backward", free=("eps",))
 def batch_norm_backward(call: Call) -> Rule:
     """In evaluation the gradients of weight and bias are sums over the batch; in training so is part of the input's."""
     x = call.specs[1]

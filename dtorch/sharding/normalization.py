@@ -96,7 +96,7 @@ def _normalized(call: Call, x: int) -> tuple[Dims, Dims]:
     return (*names(n - m), *untied(m)), untied(m)
 
 
-@rule("native_layer_norm", "_fused_rms_norm")
+@rule("native_layer_norm", "_fused_rms_norm", free=("eps",))
 def layer_norm(call: Call) -> Rule:
     """Every row by itself."""
     x, w = _normalized(call, 0)
@@ -127,7 +127,7 @@ def _samples(local: Local) -> None:
     local.set("N", local.length(local.call.arg("N"), "n"))
 
 
-@rule("native_group_norm")
+@rule("native_group_norm", free=("eps",))
 def group_norm(call: Call) -> Rule:
     """Every sample by itself."""
     x = ("n", *untied(call.specs[0].ndim - 1))

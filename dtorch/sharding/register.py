@@ -119,8 +119,8 @@ def overload_of(op: Any) -> Any:
         op = getattr(getattr(torch.ops, namespace), name, None) if rest else None
         if op is None:
             raise ValueError(
-                f"register_sharding: there is no operator {text!r}. Define it first (torch.library.custom_op, or import "
-                "the module that does), then say how it is sharded"
+                f"register_sharding: there is no operator {text!r}. Define it first (torch.library.custom_op, or "
+                "import the module that does), then say how it is sharded"
             )
         if overload:
             return getattr(op, overload)
