@@ -14,6 +14,8 @@ import importlib
 import sys
 from typing import Any
 
+from . import aliases
+
 __version__ = "0.1.0"
 
 # name -> module that defines it
@@ -69,10 +71,32 @@ _NAMES: dict[str, str] = {
         "factories",
     ),
     **dict.fromkeys(
+        [
+            "asarray",
+            "bartlett_window",
+            "blackman_window",
+            "empty_permuted",
+            "empty_strided",
+            "from_dlpack",
+            "from_file",
+            "frombuffer",
+            "hamming_window",
+            "hann_window",
+            "kaiser_window",
+            "normal",
+            "range",
+            "scalar_tensor",
+            "tril_indices",
+            "triu_indices",
+        ],
+        "constants",
+    ),
+    **dict.fromkeys(
         ["clear_errors", "configure", "default_graph", "device_mesh_guard", "get_default_device_mesh", "restart",
          "shutdown", "tensors_redistribute_by_dict"],
         "control",
     ),
+    **dict.fromkeys(["cond", "while_loop"], "control_flow"),
     **dict.fromkeys(["fork_rng", "initial_seed", "seed"], "random"),
     **dict.fromkeys(["distribute_module"], "distributed.tensor"),
     **dict.fromkeys(["CommDebugMode", "visualize_sharding"], "distributed.tensor.debug"),
@@ -89,7 +113,12 @@ _NAMES: dict[str, str] = {
         "distributed.tensor.parallel",
     ),
 }  # fmt: skip
-_MODULES = frozenset("nn optim distributed distributed_spec utils graph errors mesh placement random testing".split())
+_MODULES = frozenset(
+    (
+        "autograd distributed distributed_spec errors fft graph linalg mesh "
+        "nn optim placement random signal special testing utils"
+    ).split()
+)
 
 
 # Modules whose names say nothing of a tensor yet: they start nothing.
@@ -129,6 +158,8 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*_NAMES, *_MODULES, *dir(importlib.import_module("torch"))})
 
+
+aliases.install()
 
 # `from dtorch import *`: dtorch's own names, as each is needed.
 __all__ = sorted({*_NAMES, *_MODULES})  # pyright: ignore[reportUnsupportedDunderAll]

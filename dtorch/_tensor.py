@@ -43,6 +43,10 @@ class Placements(tuple[Placement, ...]):
         return f"[{', '.join(map(repr, self))}]"
 
 
+# As they were before factories.py routed them: inside ``with dtorch.device_mesh(…)`` these make plain tensors still.
+_plain_tensor, _plain_array = torch.tensor, torch.from_numpy
+
+
 def _no_memory(name: str, instead: str) -> Any:
     def refuse(self: Tensor, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
@@ -89,7 +93,7 @@ class Tensor(torch.Tensor):
         if isinstance(data, Tensor):
             out = data.redistribute(mesh, placements)
         else:
-            plain = data if isinstance(data, torch.Tensor) else torch.tensor(data)
+            plain = data if isinstance(data, torch.Tensor) else _plain_tensor(data)
             out = moves.lift(plain.detach(), *resolve(mesh, placements, plain.ndim))
         return out.requires_grad_() if requires_grad else out
 
@@ -229,6 +233,12 @@ class Tensor(torch.Tensor):
         """Gathered to the mesh of one CPU."""
         return self.to("cpu")
 
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Gathered to the mesh of one GPU; as it is where it lies on GPUs and none is named."""
+        if device is None and self._spec.mesh.device_type == "cuda":
+            return self
+        return self.to("cuda" if device is None else device)
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def to_torch_async(self) -> TensorFuture[torch.Tensor]:
@@ -294,7 +304,7 @@ class Tensor(torch.Tensor):
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Tensor:
         # What numpy computed of it comes back to its mesh, whole on every rank.
-        return moves.lift(torch.from_numpy(array), self._spec.mesh)
+        return moves.lift(_plain_array(array), self._spec.mesh)
 
     def __bool__(self) -> bool:
         if self.numel() != 1:
@@ -422,28 +432,44 @@ class Tensor(torch.Tensor):
         if isinstance(data, Tensor):
             out: Any = data.detach().clone().to(dtype or self.dtype)
         else:
-            plain = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data)
+            plain = data.detach() if isinstance(data, torch.Tensor) else _plain_tensor(data)
             mesh = self._spec.mesh if device is None else as_mesh(device)
             out = moves.lift(plain.to(dtype or self.dtype), mesh)
         return out.requires_grad_() if requires_grad else out
 
+    def new(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As torch's legacy constructor, on this tensor's mesh: of sizes a tensor not filled, of data a copy."""
+        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+        if kwargs.get("size") is not None:
+            sizes = kwargs["size"]
+        if all(isinstance(n, int) for n in sizes):
+            return self.new_empty(tuple(sizes)) if sizes else self.new_empty(0)  # type: ignore[return-value]
+        return self.new_tensor(args[0])
+
     def tensor_split(  # type: ignore[override]
-        self, indices_or_sections: Any, dim: int = 0
+        self, indices_or_sections: Any = None, dim: int = 0, **kwargs: Any
     ) -> tuple[Tensor, ...]:
         """As torch's; indices in a tensor are read, which waits."""
+        for name in ("tensor_indices_or_sections", "indices", "sections"):
+            indices_or_sections = kwargs.pop(name, indices_or_sections)
         if isinstance(indices_or_sections, Tensor):
             indices_or_sections = indices_or_sections.tolist()
-        return torch.Tensor.tensor_split(self, indices_or_sections, dim)  # type: ignore[return-value]
+        return torch.Tensor.tensor_split(self, indices_or_sections, dim, **kwargs)  # type: ignore[return-value]
 
     # -- what a proxy has not -----------------------------------------------------------------------------------
 
     data_ptr = _no_memory("data_ptr()", "t.to_torch().data_ptr()")
+    const_data_ptr = _no_memory("const_data_ptr()", "t.to_torch().data_ptr()")
     untyped_storage = _no_memory("untyped_storage()", "t.to_torch().untyped_storage()")
     storage = _no_memory("storage()", "t.to_torch().storage()")
     __dlpack__ = _no_memory("__dlpack__()", "torch.utils.dlpack.to_dlpack(t.to_torch())")
     share_memory_ = _no_memory("share_memory_()", "t.to_torch().share_memory_()")
     apply_ = _no_memory("apply_()", "t.copy_(t.to_torch().apply_(f))")
     map_ = _no_memory("map_()", "t.copy_(t.to_torch().map_(other, f))")
+    map2_ = _no_memory("map2_()", "t.copy_(t.to_torch().map2_(x, y, f))")
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing to do: executors keep memory until what was issued has used it."""
 
     def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
         """Itself: executors manage their own memory."""

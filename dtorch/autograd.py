@@ -1,4 +1,7 @@
-"""Where autograd meets placements: redistribution is differentiable, and a leaf's gradient lies as the leaf does."""
+"""Where autograd meets placements: redistribution is differentiable, and a leaf's gradient lies as the leaf does.
+
+To users it is ``torch.autograd``: ``dtorch.autograd.grad``, ``Function`` and all else of it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,17 @@ if TYPE_CHECKING:
     from .spec import TensorSpec
 
 __all__ = ["redistribute", "watch_leaf"]
+
+# ``import dtorch.autograd.functional``: torch's modules are found below this one (aliases.py).
+__path__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.autograd, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch.autograd)})
 
 
 class _Redistribute(torch.autograd.Function):

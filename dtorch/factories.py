@@ -1,28 +1,25 @@
 """Functions that make tensors: zeros, randn, arange, tensor, …, each with ``device_mesh=`` and ``placements=``.
 
 They stand in for torch's own of the same name where the program says ``dtorch.zeros``; and, inside
-``with dtorch.device_mesh(mesh)``, also where it says ``torch.zeros``: see :func:`install`.
+``with dtorch.device_mesh(mesh)``, also where it says ``torch.zeros``: see :mod:`.routing`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils.dlpack as torch_dlpack
-from torch.utils._device import _device_constructors
 
-from . import graph
-from ._tensor import Tensor, choose_mesh
+from . import constants, graph, routing
+from ._tensor import Tensor
 from .mesh import DeviceMesh
-from .placement import Partial, Replicate, Shard
+from .options import Where, default_dtype, sizes
+from .placement import Replicate, Shard
 from .runtime import moves
 from .runtime.client import client
 from .runtime.command import MakeLocals, encode_function
 from .runtime.dispatch import wrap
-from .runtime.make import make
 from .runtime.refs import next_ref, ref_type
 from .spec import TensorSpec, contiguous_stride, resolve
 
@@ -37,7 +34,6 @@ __all__ = [
     "from_torch",
     "full",
     "get_rng_state",
-    "install",
     "linspace",
     "logspace",
     "manual_seed",
@@ -61,71 +57,11 @@ _torch = {
 }
 
 
-class _Where:
-    """What every factory takes beside its own arguments, read and checked once."""
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        mesh = choose_mesh(options.pop("device", None), options.pop("device_mesh", None), options.pop("graph", None))
-        self.mesh = mesh
-        self.placements: Sequence[Any] | None = options.pop("placements", None)
-        self.guarded = self.placements is None
-        if self.guarded:
-            self.placements = graph.routed_placements()
-        self.dtype: torch.dtype | None = options.pop("dtype", None)
-        self.requires_grad: bool = options.pop("requires_grad", False)
-        self.generator: torch.Generator | None = options.pop("generator", None)
-        self.out: Tensor | None = options.pop("out", None)
-        layout = options.pop("layout", None) or torch.strided
-        if layout is not torch.strided:
-            raise TypeError(f"{name}(layout={layout}): dtorch tensors are strided")
-        options.pop("pin_memory", None)
-        options.pop("memory_format", None)
-        options.pop("names", None)
-        if options:
-            raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(options))!r}")
-
-    def resolved(self, ndim: int) -> tuple[DeviceMesh, tuple[Any, ...]]:
-        placements = self.placements
-        if self.guarded and placements is not None:
-            placements = [p if not isinstance(p, Shard) or -ndim <= p.dim < ndim else Replicate() for p in placements]
-        return resolve(self.mesh, placements, ndim)
-
-    def finish(self, made: Tensor) -> Tensor:
-        if self.out is not None:
-            return self.out.copy_(made)  # type: ignore[return-value]
-        return made.requires_grad_() if self.requires_grad else made
-
-    def make(self, func: Any, ndim: int, *args: Any, **kwargs: Any) -> Tensor:
-        mesh, placements = self.resolved(ndim)
-        if any(isinstance(p, Partial) for p in placements):
-            # The value is made whole, then one rank of each dim keeps it: no rule has to know of it.
-            whole = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
-            return self.finish(moves.redistribute(make(func, args, kwargs, mesh, whole), mesh, placements))
-        return self.finish(make(func, args, kwargs, mesh, placements))
-
-    def own(self, torch_function: Callable[..., torch.Tensor], *args: Any) -> Tensor:
-        """With the caller's own generator: drawn here, then sent."""
-        drawn = torch_function(*args, generator=self.generator, dtype=self.dtype)
-        return self.finish(moves.lift(drawn, *self.resolved(drawn.ndim)))
-
-
-def _size(sizes: tuple[Any, ...], options: dict[str, Any]) -> list[int]:
-    if not sizes and "size" in options:
-        sizes = (options.pop("size"),)
-    if len(sizes) == 1 and not isinstance(sizes[0], int) and hasattr(sizes[0], "__iter__"):
-        sizes = tuple(sizes[0])
-    return [int(s) for s in sizes]
-
-
-def _default_dtype() -> torch.dtype:
-    return graph.Graph.default_graph().default_dtype
-
-
 def _filled(name: str, func: Any) -> Callable[..., Tensor]:
     def factory(*size: Any, **options: Any) -> Tensor:
-        shape = _size(size, options)
-        where = _Where(name, options)
-        return where.make(func, len(shape), shape, dtype=where.dtype or _default_dtype())
+        shape = sizes(size, options)
+        where = Where(name, options)
+        return where.make(func, len(shape), shape, dtype=where.dtype or default_dtype())
 
     factory.__name__ = factory.__qualname__ = name
     factory.__doc__ = f"""As ``torch.{name}``, on a mesh.
@@ -150,9 +86,9 @@ ones = _filled("ones", _aten.ones.default)
 
 def _random(name: str, func: Any) -> Callable[..., Tensor]:
     def factory(*size: Any, **options: Any) -> Tensor:
-        shape = _size(size, options)
-        where = _Where(name, options)
-        where.dtype = where.dtype or _default_dtype()
+        shape = sizes(size, options)
+        where = Where(name, options)
+        where.dtype = where.dtype or default_dtype()
         if where.generator is not None:
             return where.own(_torch[name], shape)
         return where.make(func, len(shape), shape, dtype=where.dtype)
@@ -174,8 +110,8 @@ randn = _random("randn", _aten.randn.default)
 
 def full(size: Any, fill_value: Any, **options: Any) -> Tensor:
     """As ``torch.full``, on a mesh; see :func:`zeros`."""
-    shape = _size((size,), {})
-    where = _Where("full", options)
+    shape = sizes((size,), {})
+    where = Where("full", options)
     value = fill_value.item() if isinstance(fill_value, torch.Tensor) else fill_value
     dtype = where.dtype
     if dtype is None:
@@ -184,7 +120,7 @@ def full(size: Any, fill_value: Any, **options: Any) -> Tensor:
             if isinstance(value, bool)
             else torch.int64
             if isinstance(value, int)
-            else _default_dtype()
+            else default_dtype()
             if isinstance(value, float)
             else None
         )
@@ -202,9 +138,9 @@ def randint(*args: Any, **options: Any) -> Tensor:
         high = rest.pop()
     if low is None:
         low = rest.pop() if rest else 0
-    where = _Where("randint", options)
+    where = Where("randint", options)
     where.dtype = where.dtype or torch.int64
-    shape = _size((size,), {})
+    shape = sizes((size,), {})
     if where.generator is not None:
         return where.own(_torch["randint"], low, high, shape)
     return where.make(_aten.randint.low, len(shape), low, high, shape, dtype=where.dtype)
@@ -212,7 +148,7 @@ def randint(*args: Any, **options: Any) -> Tensor:
 
 def randperm(n: int, **options: Any) -> Tensor:
     """As ``torch.randperm``, on a mesh; see :func:`rand`."""
-    where = _Where("randperm", options)
+    where = Where("randperm", options)
     where.dtype = where.dtype or torch.int64
     if where.generator is not None:
         return where.own(_torch["randperm"], n)
@@ -227,10 +163,10 @@ def arange(*args: Any, **options: Any) -> Tensor:
         if name in options:
             given[name] = options.pop(name)
     start, end, step = (_number(given.get(k, d)) for k, d in (("start", 0), ("end", None), ("step", 1)))
-    where = _Where("arange", options)
+    where = Where("arange", options)
     dtype = where.dtype
     if dtype is None:
-        dtype = _default_dtype() if any(isinstance(x, float) for x in (start, end, step)) else torch.int64
+        dtype = default_dtype() if any(isinstance(x, float) for x in (start, end, step)) else torch.int64
     return where.make(_aten.arange.start_step, 1, start, end, step, dtype=dtype)
 
 
@@ -240,27 +176,27 @@ def _number(x: Any) -> Any:
 
 def linspace(start: Any, end: Any, steps: int, **options: Any) -> Tensor:
     """As ``torch.linspace``, on a mesh; see :func:`zeros`."""
-    where = _Where("linspace", options)
-    dtype = where.dtype or _default_dtype()
+    where = Where("linspace", options)
+    dtype = where.dtype or default_dtype()
     return where.make(_aten.linspace.default, 1, _number(start), _number(end), steps, dtype=dtype)
 
 
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> Tensor:
     """As ``torch.logspace``, on a mesh; see :func:`zeros`."""
-    where = _Where("logspace", options)
-    dtype = where.dtype or _default_dtype()
+    where = Where("logspace", options)
+    dtype = where.dtype or default_dtype()
     return where.make(_aten.logspace.default, 1, _number(start), _number(end), steps, base, dtype=dtype)
 
 
 def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
     """As ``torch.eye``, on a mesh; see :func:`zeros`."""
-    where = _Where("eye", options)
-    return where.make(_aten.eye.m, 2, n, n if m is None else m, dtype=where.dtype or _default_dtype())
+    where = Where("eye", options)
+    return where.make(_aten.eye.m, 2, n, n if m is None else m, dtype=where.dtype or default_dtype())
 
 
 def tensor(data: Any, **options: Any) -> Tensor:
     """As ``torch.tensor``, on a mesh; see :func:`zeros`."""
-    where = _Where("tensor", options)
+    where = Where("tensor", options)
     if isinstance(data, Tensor):
         copied = data.detach().clone()
         return where.finish(copied.to(where.dtype) if where.dtype else copied)  # type: ignore[arg-type]
@@ -268,11 +204,11 @@ def tensor(data: Any, **options: Any) -> Tensor:
     if dtype is None and not isinstance(data, torch.Tensor):
         plain = _torch["tensor"](_plain_data(data))
         if plain.dtype is torch.get_default_dtype() and not hasattr(data, "dtype"):
-            plain = plain.to(_default_dtype())
+            plain = plain.to(default_dtype())
     else:
         plain = _torch["tensor"](_plain_data(data), dtype=dtype) if not isinstance(data, torch.Tensor) else data
         plain = plain.detach().to(dtype) if dtype else plain.detach()
-    return where.finish(moves.lift(plain, *where.resolved(plain.ndim)))
+    return where.lift(plain)
 
 
 def _plain_data(data: Any) -> Any:
@@ -298,9 +234,9 @@ def from_numpy(array: Any, **options: Any) -> Tensor:
 
 def from_torch(tensor: torch.Tensor, **options: Any) -> Tensor:
     """A plain torch tensor, copied to a mesh; see :func:`zeros` for the options."""
-    where = _Where("from_torch", options)
+    where = Where("from_torch", options)
     plain = tensor.detach() if where.dtype is None else tensor.detach().to(where.dtype)
-    return where.finish(moves.lift(plain, *where.resolved(plain.ndim)))
+    return where.lift(plain)
 
 
 def distribute_tensor(
@@ -355,7 +291,7 @@ def from_local(
     if callable(local):
         if shape is None:
             raise ValueError("from_local: with a function, give shape= of the whole tensor, and dtype= where not float")
-        return _from_function(local, mesh, placements, tuple(shape), dtype or _default_dtype())
+        return _from_function(local, mesh, placements, tuple(shape), dtype or default_dtype())
     pieces = [t.detach() for t in local]
     if len(pieces) != mesh.nranks:
         raise ValueError(f"from_local: {len(pieces)} tensors for the {mesh.nranks} ranks of {mesh.describe()}")
@@ -451,54 +387,14 @@ _ROUTED: dict[str, Callable[..., Any]] = {
     "tensor": tensor,
     "as_tensor": as_tensor,
     "from_numpy": from_numpy,
+    # Not those that hand out memory (frombuffer, empty_strided, …): dtorch makes its plain tensors with them.
+    **{
+        name: getattr(constants, name)
+        for name in (
+            "asarray bartlett_window blackman_window empty_permuted hamming_window hann_window kaiser_window normal "
+            "range scalar_tensor tril_indices triu_indices"
+        ).split()
+    },
 }
-_routed_mesh = graph._mesh.get
 
-
-def _route(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        mesh = _routed_mesh()
-        if mesh is None:
-            return original(*args, **kwargs)
-        device = kwargs.get("device")
-        if device is not None:
-            if torch.device(device).type != mesh.device_type:
-                return original(*args, **kwargs)
-            kwargs.pop("device")
-        return ours(*args, **kwargs)
-
-    routed._dtorch_original = original  # type: ignore[attr-defined]
-    builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
-    if builtin is not None:
-        # TorchScript (forward-mode AD compiles with it) knows torch's functions by identity.
-        torch.jit._builtins._register_builtin(routed, builtin)  # type: ignore[attr-defined]
-    return routed
-
-
-def install() -> None:
-    """Put the routing factories into torch's namespace. They do nothing outside ``with dtorch.device_mesh(…)``."""
-    # torch lists what ``with torch.device(…)`` concerns when that is first used: the originals, not these.
-    _device_constructors()
-    for name, ours in _ROUTED.items():
-        original = getattr(torch, name)
-        if not hasattr(original, "_dtorch_original"):
-            setattr(torch, name, _route(original, ours))
-    for place, name in ((torch, "to_dlpack"), (torch_dlpack, "to_dlpack")):
-        original = getattr(place, name)
-        if not hasattr(original, "_dtorch_original"):
-            setattr(place, name, _with_memory(original))
-
-
-def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which takes a tensor's memory without asking it, for tensors that have some."""
-
-    @functools.wraps(original)
-    def checked(tensor: torch.Tensor) -> Any:
-        return tensor.__dlpack__() if isinstance(tensor, Tensor) else original(tensor)
-
-    checked._dtorch_original = original  # type: ignore[attr-defined]
-    return checked
-
-
-install()
+routing.install(_ROUTED)

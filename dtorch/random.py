@@ -42,3 +42,11 @@ def fork_rng(devices: Any = None, enabled: bool = True, **_: Any) -> Iterator[No
     finally:
         torch.set_rng_state(here)
         set_rng_state(there)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.random, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(torch.random)})

@@ -37,6 +37,10 @@ def lift(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None
     if value.layout != torch.strided:
         raise TypeError(f"a tensor of layout {value.layout} cannot be distributed; write .to_dense() first")
     shape = tuple(value.shape)
+    if value.is_quantized:
+        raise TypeError("a quantized tensor cannot be distributed; write .dequantize() first")
+    if value.is_nested:
+        raise TypeError("a nested tensor cannot be distributed; write torch.nested.to_padded_tensor(t, 0.0) first")
     placed = as_placements(placements, mesh.ndim, len(shape))
     # A dense value keeps its memory order, so that views and random fills see what they would see in torch.
     stride = tuple(value.stride()) if value.numel() else contiguous_stride(shape)

@@ -16,7 +16,7 @@ from ..sharding.rule import Recipe, free_numbers, signature
 from . import client as _client
 from . import dispatch as _dispatch
 from .client import client
-from .copies import mark, refuse_write, settled, version_of
+from .copies import UNTRACKED, mark, refuse_write, settled, version_of
 from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
 from .generators import draw_here, has_generator
 from .indices import check_indices
@@ -202,6 +202,30 @@ _SPECIAL: dict[str, Special] = {
     "aten._pin_memory.default": _same_value,
 }
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+    **dict.fromkeys(
+        [
+            "aten._nested_tensor_from_tensor_list.default",
+            "aten._sparse_coo_tensor_with_dims_and_tensors.default",
+            "aten._sparse_coo_tensor_unsafe.default",
+            "aten._sparse_compressed_tensor_unsafe.default",
+            "aten._sparse_compressed_tensor_with_dims.default",
+            "aten.hspmm.default",
+            "aten.hspmm.out",
+            "aten.resize_as_sparse_.default",
+            "aten.saddmm.default",
+            "aten.smm.default",
+            "aten.sparse_compressed_tensor.comp_plain_value_size",
+            "aten.sparse_coo_tensor.indices",
+            "aten.sparse_coo_tensor.indices_size",
+            "aten.sparse_resize_.default",
+            "aten.sparse_resize_and_clear_.default",
+            "aten.sspaddmm.default",
+            "aten.sspaddmm.out",
+        ],
+        _refuse("sparse and nested layouts cannot be distributed; write it with dense tensors, or with t.to_torch()"),
+    ),
+    "aten.dense_dim.default": lambda func, args, kwargs: args[0].ndim,
+    "aten.sparse_dim.default": lambda func, args, kwargs: 0,
 _NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 
 
@@ -363,7 +387,8 @@ def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
             placements = moves.get(next(at))
             return t if placements is None else redistribute(t, t._spec.mesh, placements)  # type: ignore[arg-type,attr-defined]
 
-        version = version_of(args[0]) if views else None
+        # What torch does not call a view counts its writes itself.
+        version = None if not views else UNTRACKED if stem(func) in _UNSAFE_VIEWS else version_of(args[0])
         args, kwargs = _map_call(args, kwargs, move)
         result = dispatch(None, func, (), args, kwargs)
         return result if version is None else _map(result, lambda t: mark(t, version))  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""torch's own namespace where dtorch is installed: factories that make tensors on the mesh of the guard they stand in,
+and functions that read a tensor's memory without asking it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils.dlpack as torch_dlpack
+from torch.utils._device import _device_constructors
+
+from . import graph
+from ._tensor import Tensor
+from .runtime.client import current_client
+
+__all__ = ["install"]
+
+# Inside a fake tensor mode torch infers shapes: what its decompositions make there is fake.
+_fake_mode = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+_routed_mesh = graph._mesh.get
+
+
+def _route(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        mesh = _routed_mesh()
+        if mesh is None or _fake_mode() is not None:
+            return original(*args, **kwargs)
+        device = kwargs.get("device")
+        if device is not None:
+            if torch.device(device).type != mesh.device_type:
+                return original(*args, **kwargs)
+            kwargs.pop("device")
+        return ours(*args, **kwargs)
+
+    routed._dtorch_original = original  # type: ignore[attr-defined]
+    builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
+    if builtin is not None:
+        # TorchScript (forward-mode AD compiles with it) knows torch's functions by identity.
+        torch.jit._builtins._register_builtin(routed, builtin)  # type: ignore[attr-defined]
+    return routed
+
+
+def install(factories: Mapping[str, Callable[..., Any]]) -> None:
+    """Put `factories` into torch's namespace, by name. They do nothing outside ``with dtorch.device_mesh(…)``."""
+    # torch lists what ``with torch.device(…)`` concerns when that is first used: the originals, not these.
+    _device_constructors()
+    for name, ours in factories.items():
+        original = getattr(torch, name)
+        if not hasattr(original, "_dtorch_original"):
+            setattr(torch, name, _route(original, ours))
+    for place, name, around in (
+        (torch, "to_dlpack", _with_memory),
+        (torch_dlpack, "to_dlpack", _with_memory),
+        (torch, "vander", _on_its_mesh),
+        (torch._utils, "_rebuild_tensor", _without_mesh),
+    ):
+        original = getattr(place, name)
+        if not hasattr(original, "_dtorch_original"):
+            setattr(place, name, around(original))
+    if not hasattr(torch.tensor_split, "_dtorch_original"):
+        torch.tensor_split = _reading_indices(torch.tensor_split)
+    if not hasattr(torch.manual_seed, "_dtorch_original"):
+        torch.manual_seed = torch.random.manual_seed = _seeding(torch.manual_seed)
+
+
+def _reading_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.tensor_split``, which reads the memory of indices in a tensor without asking it."""
+
+    @functools.wraps(original)
+    def tensor_split(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return input.tensor_split(*args, **kwargs) if isinstance(input, Tensor) else original(input, *args, **kwargs)
+
+    tensor_split._dtorch_original = original  # type: ignore[attr-defined]
+    return tensor_split
+
+
+def _seeding(original: Callable[[Any], torch.Generator]) -> Callable[[Any], torch.Generator]:
+    """``torch.manual_seed``, which seeds all devices: the executors too, once there are any."""
+
+    @functools.wraps(original)
+    def manual_seed(seed: Any) -> torch.Generator:
+        generator = original(seed)
+        found = current_client()
+        if found is not None and not found.closed and _fake_mode() is None:
+            found.draws.seed(torch.initial_seed())
+        return generator
+
+    manual_seed._dtorch_original = original  # type: ignore[attr-defined]
+    return manual_seed
+
+
+def _on_its_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.vander``, which fills a tensor that it makes itself, on no mesh."""
+
+    @functools.wraps(original)
+    def vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:
+        if not isinstance(x, Tensor):
+            return original(x, N, increasing)
+        columns = x.shape[0] if N is None else N
+        if x.ndim != 1 or columns < 2:
+            # torch says what is wrong; one column or none holds ones, whatever x.
+            made = original(torch.empty(x.shape, dtype=x.dtype, device="meta"), N, increasing)
+            return x.new_ones(made.shape, dtype=made.dtype)
+        powers = torch.linalg.vander(x, N=columns)
+        return powers if increasing else powers.flip(1)
+
+    vander._dtorch_original = original  # type: ignore[attr-defined]
+    return vander
+
+
+def _without_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, with torch's own factories inside: what was saved is read back as plain tensors."""
+
+    @functools.wraps(original)
+    def unrouted(*args: Any, **kwargs: Any) -> Any:
+        token = graph._mesh.set(None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            graph._mesh.reset(token)
+
+    unrouted._dtorch_original = original  # type: ignore[attr-defined]
+    return unrouted
+
+
+def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which takes a tensor's memory without asking it, for tensors that have some."""
+
+    @functools.wraps(original)
+    def checked(tensor: torch.Tensor) -> Any:
+        return tensor.__dlpack__() if isinstance(tensor, Tensor) else original(tensor)
+
+    checked._dtorch_original = original  # type: ignore[attr-defined]
+    return checked

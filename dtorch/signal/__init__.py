@@ -1,0 +1,5 @@
+"""``torch.signal`` on meshes."""
+
+from . import windows
+
+__all__ = ["windows"]
