@@ -35,9 +35,10 @@ def on_contiguous(operator: str, *args: Any, **kwargs: Any) -> Any:
     return _operator(operator)(*[a.contiguous() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 
-def over_count(operator: str, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What `operator` gives, over the count of *global* elements: a rank's share of a mean."""
-    return _operator(operator)(*args, **kwargs) / count
+def over_count(operator: str, count: int, *args: Any, **kwargs: Any) -> Any:
+    """What `operator` gives (first), over the count of *global* elements: a rank's share of a mean."""
+    found = _operator(operator)(*args, **kwargs)
+    return (found[0] / count, *found[1:]) if isinstance(found, tuple) else found / count
 
 
 def first_over_count(operator: str, count: int, grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

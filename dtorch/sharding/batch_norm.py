@@ -76,6 +76,31 @@ def batch_norm_backward(call: Call) -> Rule:
     return Rule(ins, outs, reduce=reduce, flows=linear((0,)), local=_survive_empty, recipe=recipe)
 
 
+_UPDATING_WHY = "The batch must be whole, or the running statistics Replicate."
+
+
+@rule("_batch_norm_with_update", free=("momentum", "eps"))
+def batch_norm_with_update(call: Call) -> Rule:
+    """Training alone, and a fourth output for backends that keep something of their own: empty on a CPU."""
+    dims = _channels(call.specs[0].ndim)
+    return Rule(
+        (dims, *[("c",)] * (len(call.specs) - 1)),
+        (dims, ("c",), ("c",), ("",)),
+        whole=frozenset() if _statistics_stay(call) else frozenset("c"),
+        reduce={"c": (None, None, None, "same")},
+        why=_UPDATING_WHY,
+    )
+
+
+@rule("batch_norm_backward", free=("eps",))
+def batch_norm_with_update_backward(call: Call) -> Rule:
+    """Its backward; channels are free."""
+    dims = _channels(call.specs[1].ndim)
+    vectors = [("c",) if s.numel and s.shape == (call.specs[1].shape[1],) else untied(s.ndim) for s in call.specs[2:]]
+    outs = tuple([None if m is None else d for m, d in zip(call.outs, (dims, ("c",), ("c",)), strict=True)])
+    return Rule((dims, dims, *vectors), outs, flows=linear((0,)), why=_UPDATING_WHY)
+
+
 def _survive_empty(local: Local) -> None:
     local.func = "dtorch.native_batch_norm_backward"
 

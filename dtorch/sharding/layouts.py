@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..spec import contiguous_stride
+from .forms_nn import batch_norm
 from .infer import by_meta, closed_form
 from .rule import OutMeta, signature
 
@@ -17,9 +18,6 @@ Outputs = tuple[OutMeta | None, ...]
 
 
 @closed_form(
-    "mse_loss_backward",
-    "smooth_l1_loss_backward",
-    "huber_loss_backward",
     "nll_loss2d_forward",
     "native_layer_norm_backward",
     "_log_softmax_backward_data",
@@ -54,6 +52,9 @@ _PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 )
 def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """Contiguous or channels-last; in evaluation no statistics are saved."""
+    found = batch_norm(func, args, kwargs)
+    if found is not None:
+        return found
     out, *saved = by_meta(func, args, kwargs)
     rest = saved[2:]  # what a GPU's kernel keeps for the backward
     saved = saved[:2]
@@ -92,3 +93,30 @@ def _embedding_bag(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dic
         OutMeta((bags, width), contiguous_stride((bags, width)), weight.dtype),
         *[OutMeta(tuple(shape), contiguous_stride(tuple(shape)), index) for shape in saved],
     )
+
+
+@closed_form("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward")
+def _as_self(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    """Gradients of self, of operators that have no meta kernel."""
+    x = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}.get("self")
+    return (OutMeta(x.shape, contiguous_stride(x.shape), x.dtype),) if x is not None else None
+
+
+@closed_form("histogram", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors")
+def _histogram(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    """Counts per bin, and for one dim the bins' edges; there is no meta kernel."""
+    sig = signature(func)
+    a: dict[str, Any] = {**sig.defaults, **dict(zip(sig.arguments, args, strict=False)), **kwargs}
+    x, bins, weight, bounds = a["self"], a["bins"], a["weight"], a.get("range")
+    if x.dtype not in (torch.float32, torch.float64) or (weight is not None and weight.dtype != x.dtype):
+        return None  # the kernel says what is wrong
+    counts = [
+        b if isinstance(b, int) else b.shape[0] - 1 for b in (bins if isinstance(bins, (list, tuple)) else [bins])
+    ]
+    many = sig.stem != "histogram"
+    if min(counts) < 1 or (bounds and len(bounds) != 2 * len(counts)) or (many and x.shape[-1:] != (len(counts),)):
+        return None
+    if weight is not None and weight.shape != (x.shape[:-1] if many else x.shape):
+        return None
+    hist = OutMeta(tuple(counts), contiguous_stride(tuple(counts)), x.dtype)
+    return (hist,) if many else (hist, OutMeta((counts[0] + 1,), (1,), x.dtype))

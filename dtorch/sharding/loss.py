@@ -14,7 +14,7 @@ import torch
 
 from ..spec import TensorSpec
 from .normalization import reduced
-from .rule import Call, Dims, Flow, Local, Recipe, Rule, linear, names, rule, untied
+from .rule import Call, Dims, Flow, Local, Recipe, Reduce, Rule, linear, names, rule, untied
 
 __all__: list[str] = []
 
@@ -66,6 +66,7 @@ def elementwise_loss(call: Call) -> Rule:
     "smooth_l1_loss_backward",
     "huber_loss_backward",
     "binary_cross_entropy_backward",
+    "soft_margin_loss_backward",
     free=("beta", "delta"),
 )
 def elementwise_loss_backward(call: Call) -> Rule | None:
@@ -151,3 +152,51 @@ def nll_loss_backward(call: Call) -> Rule | None:
     ins = (target if grad.ndim else untied(0), logs, target, *weight, ())
     local = _class_slice("dtorch.nll_loss_backward_slice", call, x) if _has_slice_kernel(x) else None
     return Rule(ins, (logs,), flows=linear((0,)), local=local)
+
+
+# ---- margins over classes --------------------------------------------------------------------------------
+
+_CLASSES_WHY = "The dim of the classes must be whole on every rank."
+
+
+def _per_sample(call: Call, o: int) -> tuple[Dims, Dims, Reduce]:
+    """Factors of [n, c], of the loss, and how it is summed."""
+    rows: Dims = ("n",) if call.specs[o].ndim == 2 else ()
+    none = call.arg("reduction", MEAN) == NONE
+    return rows, rows if none else (), None if none else "sum"
+
+
+@rule("multi_margin_loss", "multilabel_margin_loss_forward", free=("p", "margin"))
+def margin_loss(call: Call) -> Rule:
+    """One number per sample, or their sum, or mean over the global batch."""
+    rows, out, kind = _per_sample(call, 0)
+    x: Dims = (*rows, "")[: call.specs[0].ndim]
+    target = x if call.stem.startswith("multilabel") else rows
+    ins = (x, target or untied(call.specs[1].ndim), *[untied(s.ndim) for s in call.specs[2:]])
+    batch = call.specs[0].shape[0] if rows else 1
+
+    def local(local: Local) -> None:
+        if call.arg("reduction", MEAN) == MEAN and local.sharded("n"):
+            local.set("reduction", SUM)
+            local.use("dtorch.over_count", call.sig.op, batch, *local.args, **local.kwargs)
+
+    outs = (out, x)[: len(call.outs)]
+    return Rule(ins, outs, reduce={"n": (kind, None)[: len(outs)]}, local=local, why=_CLASSES_WHY)
+
+
+@rule("multi_margin_loss_backward", "multilabel_margin_loss_backward", free=("p", "margin"))
+def margin_loss_backward(call: Call) -> Rule:
+    """Linear in the gradient; the mean's is over the global batch."""
+    grad, x, _, *rest = call.specs
+    rows: Dims = ("n",) if x.ndim == 2 else ()
+    many = call.stem.startswith("multilabel")
+    dims: Dims = (*rows, "")[: x.ndim]
+    target = dims if many else rows or untied(call.specs[2].ndim)
+    ins = (rows if grad.ndim else (), dims, target, *[target if many else untied(s.ndim) for s in rest])
+
+    def local(local: Local) -> None:
+        if call.arg("reduction", MEAN) == MEAN and local.sharded("n"):
+            local.set("reduction", SUM)
+            local.use("dtorch.first_over_count", call.sig.op, x.shape[0], *local.args, **local.kwargs)
+
+    return Rule(ins, (dims,), flows=linear((0,)), local=local, why=_CLASSES_WHY)
