@@ -96,7 +96,7 @@ _NAMES: dict[str, str] = {
          "shutdown", "tensors_redistribute_by_dict"],
         "control",
     ),
-    **dict.fromkeys(["cond", "while_loop"], "control_flow"),
+    **dict.fromkeys(["cond", "where", "while_loop"], "control_flow"),
     **dict.fromkeys(["fork_rng", "initial_seed", "seed"], "random"),
     **dict.fromkeys(["distribute_module"], "distributed.tensor"),
     **dict.fromkeys(["CommDebugMode", "visualize_sharding"], "distributed.tensor.debug"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from .autograd import redistribute, watch_leaf
@@ -300,11 +301,18 @@ class Tensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
+        if dtype is not None and array.dtype != dtype:
+            return array.astype(dtype)
+        # numpy takes it at its word: np.array(t) is to be the caller's own, to write to.
+        return array.copy() if copy else array
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Tensor:
         # What numpy computed of it comes back to its mesh, whole on every rank.
         return moves.lift(_plain_array(array), self._spec.mesh)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As torch's; the value may be a numpy array, too."""
+        torch.Tensor.__setitem__(self, index, _plain_array(value) if isinstance(value, np.ndarray) else value)
 
     def __bool__(self) -> bool:
         if self.numel() != 1:

@@ -1,6 +1,6 @@
-"""``cond`` and ``while_loop``, whose branches torch compiles: here the predicate is read, and Python decides.
+"""Choices: ``cond`` and ``while_loop``, whose branches torch compiles, and ``where``.
 
-Reading waits, as ``if t.sum() > 0`` does.
+Here the predicate is read, which waits as ``if t.sum() > 0`` does, and Python decides.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["cond", "while_loop"]
+__all__ = ["cond", "where", "while_loop"]
 
 
 def _truth(name: str, value: Any) -> bool:
@@ -45,3 +46,9 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried
         out = body_fn(*carried)
         carried = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     return carried
+
+
+def where(condition: Any, *choices: Any, **named: Any) -> Any:
+    """As ``torch.where``; numpy arrays among its arguments are constants."""
+    given = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (condition, *choices)]
+    return torch.where(*given, **{k: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for k, x in named.items()})

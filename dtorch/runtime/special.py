@@ -401,7 +401,8 @@ def _with_plain(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], pro
     func = op.func
     if stem(func) in _INDEXED and is_proxy(args[0]):
         check_indices(args[0], args[1])
-        args = (args[0], _positions(args[1]), *args[2:])
+        if not _fills(args, kwargs):
+            args = (args[0], _positions(args[1]), *args[2:])
     written = []
     for i, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
@@ -491,3 +492,9 @@ def _masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             indices.append(t)
     return dispatch(None, func, (), (target, indices, *rest), kwargs)
+def _fills(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one value is written at the places of one mask, which takes no positions: see :func:`_masked`."""
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return len(args) > 2 and len(args[1]) == 1 and _has_mask(args) and args[2].ndim == 0 and not accumulate
+
+
