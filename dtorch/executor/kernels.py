@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels_index, kernels_nn, kernels_portable, kernels_random
 
-__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power"]
+__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "view_as_real"]
 
 for _family in (kernels_index, kernels_nn, kernels_portable, kernels_random):
     globals().update({_name: getattr(_family, _name) for _name in _family.__all__})
@@ -26,6 +26,11 @@ def find(name: str) -> Callable[..., Any]:
 def filled(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of `shape` full of `value`, on the device of `like` (and of its dtype, unless given)."""
     return torch.full(list(shape), value, dtype=dtype or like.dtype, device=like.device)
+
+
+def view_as_real(x: Tensor) -> Tensor:
+    """``torch.view_as_real``; of a conjugate view, which has no such view, a copy."""
+    return torch.view_as_real(x.resolve_conj())
 
 
 def filled_pair(like: Tensor, shape: Sequence[int], first: float, second: float) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from .refs import Plan, next_ref, ref_type
 if TYPE_CHECKING:
     from .._tensor import Tensor
 
-__all__ = ["fetch", "lift", "redistribute", "redistribute_many", "replicated", "to_plain"]
+__all__ = ["fetch", "lift", "plain_torch", "redistribute", "redistribute_many", "replicated", "to_plain"]
 
 _constants: dict[Any, Any] = {}
 _CONSTANTS = 4096
@@ -36,11 +37,11 @@ def lift(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None
     """A plain tensor as a proxy on `mesh`: a copy, taken now."""
     if value.layout != torch.strided:
         raise TypeError(f"a tensor of layout {value.layout} cannot be distributed; write .to_dense() first")
-    shape = tuple(value.shape)
     if value.is_quantized:
         raise TypeError("a quantized tensor cannot be distributed; write .dequantize() first")
     if value.is_nested:
         raise TypeError("a nested tensor cannot be distributed; write torch.nested.to_padded_tensor(t, 0.0) first")
+    shape = tuple(value.shape)
     placed = as_placements(placements, mesh.ndim, len(shape))
     # A dense value keeps its memory order, so that views and random fills see what they would see in torch.
     stride = tuple(value.stride()) if value.numel() else contiguous_stride(shape)
@@ -155,6 +156,15 @@ def fetch(t: Tensor) -> TensorFuture[torch.Tensor]:
         placed = tuple(Replicate() if type(p) is Partial else p for p in spec.placements)
         t = redistribute(t, spec.mesh, placed)
     return client().values.fetch(t._ref, t._spec)
+
+
+def plain_torch() -> AbstractContextManager[Any]:
+    """Inside, plain torch computes as everywhere: torch calls a dispatch handler with conjugate and negative bits
+    ignored, where ``x.mul_(x.conj())`` multiplies by x."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        exclude = exclude.remove(key)  # type: ignore[attr-defined]
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
 def to_plain(value: Any, cls: type) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceMeshError
+from ..errors import DeviceMeshError, PlacementError
 from ..mesh import DeviceMesh
 from ..placement import Placement
 from ..sharding import propagate as sharding
@@ -120,11 +120,42 @@ def decide(
     try:
         outs = infer(op.func, _plain(spec_args), {k: _plain(v) for k, v in spec_kwargs.items()})
         call = Call(op.func, spec_args, spec_kwargs, outs, mesh=mesh, placements=placements)
-        plan = sharding.propagate(call, auto=may_move())
+        try:
+            plan = sharding.propagate(call, auto=may_move())
+        except PlacementError:
+            _refuse_dims(op.func, _plain(spec_args), {k: _plain(v) for k, v in spec_kwargs.items()})
+            raise
     except Exception as error:
         with_site(error)
         raise
     return call, plan, numbers
+
+
+def _refuse_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what torch says of a dim that is out of range: no placement would make that call right.
+
+    It says so of tensors of one element as well; what else it says of those means nothing.
+    """
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return  # what runs here must leave no trace
+    given = {k: _one_element(v) for k, v in kwargs.items() if k != "device"}
+    try:
+        func(*_one_element(args), **given)
+    except IndexError as error:
+        if str(error).startswith("Dimension out of range"):
+            raise error from None
+    except Exception:
+        return
+
+
+def _one_element(value: Any) -> Any:
+    """`value` with a tensor of one element in the place of each spec."""
+    t = type(value)
+    if t is TensorSpec:
+        return torch.empty_strided((1,) * value.ndim, (1,) * value.ndim, dtype=value.dtype).fill_(1)
+    if t is list or t is tuple:
+        return t(_one_element(v) for v in value)
+    return value
 
 
 def _encode(value: Any, numbers: dict[int, int]) -> Any:

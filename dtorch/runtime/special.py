@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from ..errors import PlacementError
 from ..sharding.rule import Recipe, free_numbers, signature
 from . import client as _client
 from . import dispatch as _dispatch
@@ -21,9 +22,10 @@ from .dispatch import DEFERRED, Again, Operator, OperatorPlan, dispatch, wrap
 from .generators import draw_here, has_generator
 from .indices import check_indices
 from .make import make
-from .moves import fetch, forget, lift, lift_constant, redistribute, replicated, to_plain
+from .moves import fetch, forget, lift, lift_constant, plain_torch, redistribute, replicated, to_plain
 from .plans import decide, define, make_room, may_move, one_mesh, remember
 from .variants import inplace_view, out_variant, stem
+from .writeback import can_write_back, write_back
 
 __all__ = ["know", "miss"]
 
@@ -95,7 +97,8 @@ def _on_client(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cls = _dispatch._tensor
     plain_args = tuple(to_plain(a, cls) for a in args)
     plain_kwargs = {k: to_plain(v, cls) for k, v in kwargs.items()}
-    result = func(*plain_args, **plain_kwargs)
+    with plain_torch():
+        result = func(*plain_args, **plain_kwargs)
     return _map(result, lambda t: lift(t, mesh))
 
 
@@ -117,7 +120,10 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor is written to: the operator runs on the client, and the target stays plain."""
     cls = _dispatch._tensor
-    return func(*(to_plain(a, cls) for a in args), **{k: to_plain(v, cls) for k, v in kwargs.items()})
+    plain_args = tuple(to_plain(a, cls) for a in args)
+    plain_kwargs = {k: to_plain(v, cls) for k, v in kwargs.items()}
+    with plain_torch():
+        return func(*plain_args, **plain_kwargs)
 
 
 def linalg_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,10 +204,6 @@ _SPECIAL: dict[str, Special] = {
         ],
         _refuse("quantized tensors cannot be distributed; quantize t.to_torch()"),
     ),
-    "aten.is_pinned.default": lambda func, args, kwargs: False,
-    "aten._pin_memory.default": _same_value,
-}
-_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
     **dict.fromkeys(
         [
             "aten._nested_tensor_from_tensor_list.default",
@@ -226,6 +228,10 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
     ),
     "aten.dense_dim.default": lambda func, args, kwargs: args[0].ndim,
     "aten.sparse_dim.default": lambda func, args, kwargs: 0,
+    "aten.is_pinned.default": lambda func, args, kwargs: False,
+    "aten._pin_memory.default": _same_value,
+}
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 
 
@@ -298,6 +304,10 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
         plan.kind, plan.defer = DEFERRED, _on_client
         op.plans[key] = plan
         return _on_client(func, args, kwargs)
+    except PlacementError as refused:
+        if not may_move() or not can_write_back(func):
+            raise
+        return _written_back(op, func, args, kwargs, key, refused)
     if isinstance(decided, Recipe):
         recipe, run = decided, _laid(decided.fn, call.outs)
         plan = OperatorPlan(c, 0, "", ())
@@ -316,6 +326,31 @@ def miss(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) 
         return plan.defer(func, args, kwargs)
     op.plans[key] = define(c, op, call, decided, numbers)
     return dispatch(None, func, (), args, kwargs)
+
+
+def _writer_back(op: Operator, shards: bool) -> Special:
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return write_back(func, args, kwargs, shards=shards) if may_move() else _decide_again(op, args, kwargs)
+
+    return run
+
+
+def _written_back(
+    op: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, refused: PlacementError
+) -> Any:
+    """A call that cannot write where its targets lie: it writes to copies. Remembers how much had to be moved."""
+    for shards in (False, True):
+        try:
+            result = write_back(func, args, kwargs, shards=shards)
+        except PlacementError as e:
+            if shards:
+                raise refused from e
+            continue
+        plan = OperatorPlan(client(), 0, "", ())
+        plan.kind, plan.defer = DEFERRED, _writer_back(op, shards)
+        op.plans[key] = plan
+        return result
+    raise refused
 
 
 def _decide_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -461,6 +496,12 @@ def _positions(given: list[Any]) -> list[Any]:
     return indices
 
 
+def _fills(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one value is written at the places of one mask, which takes no positions: see :func:`_masked`."""
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return len(args) > 2 and len(args[1]) == 1 and _has_mask(args) and args[2].ndim == 0 and not accumulate
+
+
 def _has_mask(args: tuple[Any, ...]) -> bool:
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
@@ -492,9 +533,3 @@ def _masked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             indices.append(t)
     return dispatch(None, func, (), (target, indices, *rest), kwargs)
-def _fills(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one value is written at the places of one mask, which takes no positions: see :func:`_masked`."""
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    return len(args) > 2 and len(args[1]) == 1 and _has_mask(args) and args[2].ndim == 0 and not accumulate
-
-
