@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import constants, graph, routing
+from . import adapted, constants, graph, routing
 from ._tensor import Tensor
 from .mesh import DeviceMesh
 from .options import Where, default_dtype, sizes
@@ -398,3 +398,4 @@ _ROUTED: dict[str, Callable[..., Any]] = {
 }
 
 routing.install(_ROUTED)
+adapted.install()

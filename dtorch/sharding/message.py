@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SHOWN", "move_bytes", "move_kind", "placement_error"]
 
+_OPEN = (1 << 63) - 1  # the end of a slice that has none
+
 SHOWN = 6
 """Legal combinations listed in full; the rest are counted."""
 
@@ -83,7 +85,7 @@ def _value(x: Any) -> str | None:
     """An argument for the first line of a message; None for those not worth showing."""
     if isinstance(x, Num):
         return repr(x.value)
-    if x is None or isinstance(x, TensorSpec):
+    if x is None or isinstance(x, TensorSpec) or (type(x) is int and x == _OPEN):
         return None
     if isinstance(x, (list, tuple)):
         shown = [_value(v) for v in x]
