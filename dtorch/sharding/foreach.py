@@ -171,6 +171,27 @@ def norm(call: Call) -> Recipe:
     return Recipe(_norms if order == 2 and alike and call.arg("dtype") is None else _norm_by_norm)
 
 
+# ---- GradScaler ------------------------------------------------------------------------------------------
+
+
+def _unscaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Every rank looks at its pieces; the flag is of all of them, and reaches all of them, in one exchange."""
+    tensors, found_inf, inverse = args
+    if not tensors:
+        return
+    finite = [aten.all.default(aten.isfinite.default(reduced(t))) for t in tensors]
+    spoilt = aten._to_copy.default(aten.logical_not.default(reduced(aten.stack.default(finite))), dtype=found_inf.dtype)
+    aten.copy_.default(found_inf, aten.maximum.default(found_inf, aten.amax.default(spoilt)))
+    for t in tensors:
+        aten.mul_.Tensor(t, inverse)
+
+
+@rule("_amp_foreach_non_finite_check_and_unscale")
+def unscale(call: Call) -> Recipe:
+    """Gradients are multiplied where they lie; whether any was infinite or nan concerns all ranks."""
+    return Recipe(_unscaled)
+
+
 # ---- the plans of the elements, joined --------------------------------------------------------------------
 
 

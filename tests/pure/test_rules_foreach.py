@@ -167,3 +167,28 @@ def test_norms_of_shards_are_roots_of_summed_squares() -> None:
         assert same(a.full(), b)
     # One for the tensor that is Partial itself, one for all sums of squares together.
     assert SimTensor.counts["redistribute"] == 2
+
+
+@pytest.mark.parametrize("spoilt", [None, 0, 1, 2])
+def test_a_grad_scaler_sees_what_is_infinite_on_any_rank(spoilt: int | None) -> None:
+    """`_amp_foreach_non_finite_check_and_unscale_`: the flag is one for all ranks, or some would step and others not."""
+    grads = [rn(5, 4), rn(6), rn(3, 3)]
+    if spoilt is not None:
+        grads[spoilt].view(-1)[-1] = float("inf")
+    flag, inverse = torch.zeros(1), torch.full((1,), 0.25)
+    whole = [t.clone() for t in grads]
+    want = flag.clone()
+    aten._amp_foreach_non_finite_check_and_unscale_.default(whole, want, inverse)
+    for shape, placed in (((3,), [(S(0),), (S(0),), (P(),)]), ((2, 2), [(S(0), S(1)), (R, S(0)), (S(1), R)])):
+        mesh = mesh_of(shape)
+        rest = (R,) * len(shape)
+        mine = [SimTensor.distribute(t.clone(), mesh, p) for t, p in zip(grads, placed, strict=True)]
+        found = SimTensor.distribute(flag.clone(), mesh, rest)
+        aten._amp_foreach_non_finite_check_and_unscale_.default(
+            mine, found, SimTensor.distribute(inverse.clone(), mesh, rest)
+        )
+        assert same(found.full(), want)
+        for a, b, p in zip(mine, whole, placed, strict=True):
+            # An infinity that is spread over summands comes out as nan.
+            assert a.placements == p
+            assert same(a.full(), b) or (P() in p and spoilt == 2)
