@@ -10,15 +10,17 @@ Numbers in the lists ride in the message: they never decide anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..errors import PlacementError
 from ..spec import TensorSpec
+from .infer import Outputs, closed_form, infer
 from .normalization import reduced
 from .plan import LocalCall, Plan
-from .rule import Call, Each, In, OutMeta, Recipe, Rule, names, rule, untied
+from .rule import Call, Each, In, OutMeta, Recipe, Rule, names, rule, signature, untied
 
 __all__: list[str] = []
 
@@ -61,14 +63,18 @@ _OVERLOADS = {"List": ("Tensor", "Tensor_Tensor", "default"), "Tensor": ("Tensor
 _NUMBER_OVERLOADS = ("Scalar", "Tensor_Scalar", "default")
 
 
-def _base(call: Call) -> Any:
+@cache
+def _base(func: Any) -> Any:
     """The operator on one element, or None."""
-    stem, overload = call.stem.removeprefix("_foreach_"), call.overload
+    sig, overload = signature(func), func._schema.overload_name
+    stem = sig.stem.removeprefix("_foreach_")
+    if overload == "Tensor" and stem in ("addcmul", "addcdiv"):
+        return None
     numbers = overload in ("Scalar", "ScalarList") and stem not in ("addcmul", "addcdiv")
-    if numbers or call.sig.inplace:
+    if numbers or sig.inplace:
         # There is no maximum of a number, and none in place.
         stem = _NUMBER_FORM.get(stem, stem)
-    packet = getattr(aten, f"{stem}_" if call.sig.inplace else stem, None)
+    packet = getattr(aten, f"{stem}_" if sig.inplace else stem, None)
     choices = _NUMBER_OVERLOADS if numbers else _OVERLOADS.get(overload, ("default",))
     return next((getattr(packet, c) for c in choices if packet is not None and c in packet.overloads()), None)
 
@@ -83,25 +89,51 @@ def _own(spec: TensorSpec) -> tuple[OutMeta, ...]:
 )
 def foreach(call: Call) -> Each | None:
     """One call of the base operator per element."""
-    base, lists = _base(call), call.arg("self")
-    if base is None or (call.overload == "Tensor" and call.stem in ("_foreach_addcmul", "_foreach_addcdiv")):
+    base, lists = _base(call.func), call.arg("self")
+    if base is None:
         return None
-    named = {a.name for a in base._schema.arguments}
-    keyword = {a.name for a in base._schema.arguments if a.kwarg_only}
     parts = []
-    for j in range(len(lists)):
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for name, value in zip(call.sig.arguments, call.args, strict=False):
-            name = "value" if name == "scalars" and "value" in keyword else name
-            if name in keyword:
-                kwargs[name] = _element(value, j)
-            else:
-                args.append(_element(value, j))
-        kwargs.update({k: _element(v, j) for k, v in call.kwargs.items() if k in named})
+    for j, (args, kwargs) in enumerate(_elements(call.func, base, call.args, call.kwargs, len(lists))):
         outs = _own(lists[j]) if call.sig.inplace else (call.outs[j],)
-        parts.append(Call(base, tuple(args), kwargs, outs, mesh=call.mesh))
+        parts.append(Call(base, args, kwargs, outs, mesh=call.mesh))
     return Each(tuple(parts), lambda plans: _join(call, parts, plans))
+
+
+def _elements(
+    func: Any, base: Any, args: Sequence[Any], kwargs: dict[str, Any], count: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of `base` for each element."""
+    names_of, keyword = signature(base).index, {a.name for a in base._schema.arguments if a.kwarg_only}
+    given = [
+        ("value" if name == "scalars" and "value" in keyword else name, value)
+        for name, value in zip(signature(func).arguments, args, strict=False)
+    ]
+    plain = [value for name, value in given if name not in keyword]
+    named = [(name, value) for name, value in given if name in keyword]
+    named += [(k, v) for k, v in kwargs.items() if k in names_of]
+    return [(tuple([_element(v, j) for v in plain]), {k: _element(v, j) for k, v in named}) for j in range(count)]
+
+
+@closed_form(*(f"_foreach_{name}" for name in (*_UNARY, *_BINARY, *_TERNARY)))
+def outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    """What the base operator gives for each element; where one is refused, the meta kernel has torch's words."""
+    base = _base(func)
+    if base is None or not args or not isinstance(args[0], (list, tuple)) or not args[0]:
+        return None
+    if any([_is_tensors(a) and len(a) != len(args[0]) for a in (*args, *kwargs.values())]):
+        return None
+    seen: dict[Any, Outputs] = {}
+    found: list[Any] = []
+    for given, named in _elements(func, base, args, kwargs, len(args[0])):
+        key = tuple([v if type(v) is TensorSpec else type(v) for v in (*given, *named.values())])
+        one = seen.get(key)
+        if one is None:
+            try:
+                one = seen[key] = infer(base, given, named)
+            except Exception:
+                return None
+        found += one
+    return (None,) if signature(func).inplace else tuple(found)
 
 
 # ---- fused optimizers ------------------------------------------------------------------------------------

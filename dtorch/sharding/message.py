@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..placement import Partial, Placement, Replicate, Shard
 from ..spec import TensorSpec
+from .plan import encode
 from .rule import Call, Num
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["SHOWN", "move_bytes", "move_kind", "placement_error"]
+__all__ = ["SHOWN", "dim_bytes", "move_bytes", "move_kind", "piece_bytes", "placement_error"]
 
 _OPEN = (1 << 63) - 1  # the end of a slice that has none
 
 SHOWN = 6
 """Legal combinations listed in full; the rest are counted."""
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def move_bytes(spec: TensorSpec, to: tuple[Placement, ...]) -> float:
@@ -31,33 +25,40 @@ def move_bytes(spec: TensorSpec, to: tuple[Placement, ...]) -> float:
     """
     if spec.placements == to:
         return 0.0
-    total = 0.0
-    size = float(spec.numel * _itemsize(spec.dtype))
-    held = [type(p) is Shard for p in spec.placements]
-    for n, cut in zip(spec.mesh.shape, held, strict=True):
-        if cut:
-            size /= n
-    for j, (a, b, n) in enumerate(zip(spec.placements, to, spec.mesh.shape, strict=True)):
-        if type(a) is type(b) and a == b:
-            continue
-        share = (n - 1) / n
-        if type(a) is Replicate:
-            if type(b) is Shard:
-                if any(type(p) is Shard and p.dim == b.dim for p in spec.placements[j + 1 :]):
-                    total += size * share
-                size /= n
-        elif type(a) is Shard:
-            if type(b) is Shard:
-                total += size * share
-            else:
-                total += size * (n - 1)
-                size *= n
-        elif type(b) is Shard:
-            total += size * share
-            size /= n
-        else:
-            total += 2 * size * share
+    have, total = [encode(p) for p in spec.placements], 0.0
+    size = piece_bytes(spec, have)
+    for j, (a, b, n) in enumerate(zip(have, [encode(p) for p in to], spec.mesh.shape, strict=True)):
+        paid, size = dim_bytes(size, n, a, b, have[j + 1 :])
+        total += paid
     return total
+
+
+def piece_bytes(spec: TensorSpec, have: Sequence[int]) -> float:
+    """Bytes of an even piece of `spec` under the placements `have`, as :mod:`~dtorch.sharding.plan` encodes them."""
+    size = float(spec.numel * spec.dtype.itemsize)
+    for n, code in zip(spec.mesh.shape, have, strict=True):
+        if code > 0:
+            size /= n
+    return size
+
+
+def dim_bytes(size: float, n: int, have: int, to: int, later: Sequence[int]) -> tuple[float, float]:
+    """(bytes received, bytes of a piece afterwards) where one mesh dim of `n` ranks goes from `have` to `to`.
+
+    Args:
+        size: bytes of a piece before.
+        later: what the later mesh dims have.
+    """
+    if have == to:
+        return 0.0, size
+    share = (n - 1) / n
+    if have == 0:
+        if to > 0:
+            return size * share if to in later else 0.0, size / n
+        return 0.0, size
+    if have > 0:
+        return (size * share, size) if to > 0 else (size * (n - 1), size * n)
+    return (size * share, size / n) if to > 0 else (2 * size * share, size)
 
 
 def move_kind(spec: TensorSpec, to: tuple[Placement, ...]) -> str:

@@ -11,12 +11,12 @@ those is several times faster than comparing placements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import PlacementError
-from ..spec import cuts
-from . import families, forms, forms_view, message
+from ..spec import TensorSpec, cuts
+from . import families, forms, forms_nn, forms_view, message
 from .plan import (
     AVG,
     PARTIAL,
@@ -32,11 +32,11 @@ from .plan import (
     placements,
     replicated,
 )
-from .rule import NONE, Call, Each, Recipe, Rule, always, find, sizes_of, untied
+from .rule import NONE, Call, Each, Flow, Recipe, Rule, always, find, sizes_of, untied
 
 __all__ = ["FAMILIES", "LocalCall", "Plan", "decode", "propagate", "strategies"]
 
-FAMILIES = (*families.__all__, forms.__name__, forms_view.__name__)
+FAMILIES = (*families.__all__, forms.__name__, forms_nn.__name__, forms_view.__name__)
 """The modules of rules and of closed forms; importing them has registered what they define."""
 
 
@@ -61,7 +61,7 @@ def propagate(call: Call, *, auto: bool = False) -> Plan | Recipe:
     if isinstance(found, Recipe):
         return found
     if isinstance(found, Each):
-        return found.join([propagate(part, auto=auto) for part in found.parts])
+        return found.join(_each(found.parts, auto))
     strict = found
     if found is None:
         found = _no_rule(call)
@@ -80,6 +80,23 @@ def propagate(call: Call, *, auto: bool = False) -> Plan | Recipe:
                 moves = tuple((i, placements(n)) for i, (h, n) in enumerate(zip(have, needs, strict=True)) if h != n)
                 return build(call, found, picks, needs, moves)
     raise PlacementError(_explain(found, choices, call, have, limits, known=strict is not None))
+
+
+def _each(parts: Sequence[Call], auto: bool) -> list[Plan | Recipe]:
+    """The plan of every part; parts whose specs and other arguments are the same objects have one."""
+    seen: dict[Any, Plan | Recipe] = {}
+    found = []
+    for part in parts:
+        key = (
+            part.func,
+            *[v if type(v) is TensorSpec else id(v) for v in part.args],
+            *[(k, v if type(v) is TensorSpec else id(v)) for k, v in part.kwargs.items()],
+        )
+        plan = seen.get(key)
+        if plan is None:
+            plan = seen[key] = propagate(part, auto=auto)
+        found.append(plan)
+    return found
 
 
 # ---- strategies -------------------------------------------------------------------------------------
@@ -174,7 +191,7 @@ def _aligned(rule: Rule, call: Call, factor: str, ns: list[int]) -> bool:
     return all([c * first for c in cuts(s, tuple(ns))] == [b * s for b in base] for s in rest)
 
 
-def _commute(codes: Codes) -> bool:
+def _commute(codes: Sequence[Code]) -> bool:
     """Whether the Partial kinds of one tensor may stand together."""
     kinds = {c for c in codes if c < 0}
     return len(kinds) < 2 or kinds == {SUM, AVG}
@@ -228,44 +245,81 @@ def _no_rule(call: Call) -> Rule:
     )
 
 
+class _Path(NamedTuple):
+    """The strategies of the first mesh dims, and what it costs to reach them."""
+
+    cost: float
+    sizes: tuple[float, ...]  # per input, bytes of a piece after the moves so far
+    picks: tuple[Strategy, ...]
+
+
 def _candidates(
     rule: Rule, choices: list[Strategy], call: Call, have: Sequence[Codes], limits: _Limits, width: int = 6
-) -> list[list[Codes]]:
+) -> Iterator[list[Codes]]:
     """Placements of the inputs for which a strategy may be legal, cheapest to reach first.
 
-    A beam over mesh dims. Not every one is legal: the caller decides each.
+    A beam over mesh dims: what a dim costs depends on the dims before it by the sizes of the pieces alone. Not every
+    candidate is legal: the caller decides each.
     """
-    ndim = call.mesh.ndim
-    costs: dict[tuple[int, Codes], float] = {}
-
-    def cost_of(i: int, needs: Codes) -> float:
-        found = costs.get((i, needs))
-        if found is None:
-            found = costs[(i, needs)] = message.move_bytes(call.specs[i], placements(needs))
-        return found
-
-    beam: list[tuple[float, list[Strategy]]] = [(0.0, [])]
-    for j in range(ndim):
-        longer = []
-        for _, picks in beam:
-            for choice in choices:
-                if any(choice.outs[o] != codes[j] for o, codes in limits.keep):
-                    continue
-                if any([choice.needs[i] != have[i][j] for i in limits.still]):
-                    continue
-                if any([w < 0 and h[j] not in (w, 0) for w, h in zip(choice.needs, have, strict=True)]):
-                    continue  # a Partial is made of a Replicate only
-                if type(choice.tag) is str:
-                    ns = [m for m, p in zip(call.mesh.shape, picks, strict=False) if p.tag == choice.tag]
-                    if not _aligned(rule, call, choice.tag, [*ns, call.mesh.shape[j]]):
+    shape = call.mesh.shape
+    ndim, inputs = len(shape), range(len(have))
+    # Where all Partials that can be are of kinds that may stand together, that need not be looked at.
+    mixed = not _commute([w for h in have for w in h] + [w for c in choices for w in c.needs])
+    aligned: dict[tuple[Any, ...], bool] = {}
+    beam = [_Path(0.0, tuple([message.piece_bytes(s, h) for s, h in zip(call.specs, have, strict=True)]), ())]
+    for j, n in enumerate(shape):
+        now = [h[j] for h in have]
+        later = [h[j + 1 :] for h in have]
+        able = _reachable(choices, j, now, limits, every=width > 6)
+        longer: list[_Path] = []
+        for path in beam:
+            for choice in able:
+                tag = choice.tag
+                if type(tag) is str:
+                    key = (tag, *[m for m, p in zip(shape, path.picks, strict=False) if p.tag == tag], n)
+                    fits = aligned.get(key)
+                    if fits is None:
+                        fits = aligned[key] = _aligned(rule, call, tag, list(key[1:]))
+                    if not fits:
                         continue
-                path = [*picks, choice]
-                needs = [tuple([p.needs[i] for p in path]) + have[i][j + 1 :] for i in range(len(have))]
-                if all(_commute(c) for c in needs):
-                    longer.append((sum([cost_of(i, c) for i, c in enumerate(needs)]), path))
-        longer.sort(key=lambda x: x[0])
-        beam = longer[: width if j + 1 < ndim else None]
-    return [[tuple([p.needs[i] for p in path]) for i in range(len(have))] for _, path in beam]
+                picks = (*path.picks, choice)
+                if mixed and not all([_commute((*[p.needs[i] for p in picks], *later[i])) for i in inputs]):
+                    continue
+                cost, sizes = path.cost, path.sizes
+                if choice.needs != tuple(now):
+                    moved = list(sizes)
+                    for i in inputs:
+                        if now[i] != choice.needs[i]:
+                            paid, moved[i] = message.dim_bytes(moved[i], n, now[i], choice.needs[i], later[i])
+                            cost += paid
+                    sizes = tuple(moved)
+                longer.append(_Path(cost, sizes, picks))
+        longer.sort(key=_cost)
+        beam = longer[:width] if j + 1 < ndim else longer
+    for path in beam:
+        yield [tuple([p.needs[i] for p in path.picks]) for i in inputs]
+
+
+def _cost(path: _Path) -> float:
+    return path.cost
+
+
+def _reachable(choices: list[Strategy], j: int, now: list[Code], limits: _Limits, *, every: bool) -> list[Strategy]:
+    """The strategies that mesh dim `j` may come to from the placements `now`, whatever the other dims do.
+
+    A flow of Partials that must all be made of Replicates first is no better than Replicate: only where `every` one is
+    asked for, or an output must be so placed.
+    """
+    every = every or bool(limits.keep)
+    return [
+        c
+        for c in choices
+        if (every or type(c.tag) is not Flow or any([w < 0 and w == h for w, h in zip(c.needs, now, strict=True)]))
+        and all([c.outs[o] == codes[j] for o, codes in limits.keep])
+        and all([c.needs[i] == now[i] for i in limits.still])
+        # A Partial is made of a Replicate only.
+        and not any([w < 0 and h != 0 and h != w for w, h in zip(c.needs, now, strict=True)])
+    ]
 
 
 def _explain(
