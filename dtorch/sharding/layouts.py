@@ -70,6 +70,14 @@ def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[s
     return (out, *[m and OutMeta((0,), (1,), m.dtype) for m in saved], *rest)
 
 
+@closed_form("_batch_norm_with_update")
+def _batch_norm_with_update(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+    """As in training, and an empty reserve, which the meta kernel forgets."""
+    given = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}
+    found = _batch_norm(torch.ops.aten.native_batch_norm.default, (), {**given, "training": True})
+    return (*found, OutMeta((0,), (1,), torch.uint8))
+
+
 @closed_form("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 def _nothing(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """Fused optimizers write and return nothing; some have no meta kernel."""
