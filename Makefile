@@ -48,6 +48,7 @@ bench: $(STAMP)-bench
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/plan_miss.py
 
 docs: $(STAMP)-test
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)

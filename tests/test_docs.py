@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+SNIPPETS = [
+    textwrap.dedent(snippet)
+    for page in ("README.md", "docs/adding-an-operator.md")
+    for snippet in re.findall(r"(?ms)^ *```python\n(.*?)^ *```", (ROOT / page).read_text())
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -20,8 +25,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=[s.split("\n")[-2][:30] for s in SNIPPETS])
-def test_snippets_of_the_readme_run(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(snippet, "README.md", "exec"), {"__name__": "snippet"})
+def test_snippets_run(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(snippet, "snippet.py", "exec"), {"__name__": "snippet"})
     assert capsys.readouterr().out.strip(), "every snippet prints what it found"
 
 
