@@ -476,7 +476,7 @@ class Tensor(torch.Tensor):
     map_ = _no_memory("map_()", "t.copy_(t.to_torch().map_(other, f))")
     map2_ = _no_memory("map2_()", "t.copy_(t.to_torch().map2_(x, y, f))")
 
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, s: Any) -> None:
         """Nothing to do: executors keep memory until what was issued has used it."""
 
     def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]

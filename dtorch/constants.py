@@ -146,7 +146,7 @@ def empty_strided(size: Sequence[int], stride: Sequence[int], **options: Any) ->
 
 def empty_permuted(size: Sequence[int], physical_layout: Sequence[int], **options: Any) -> Tensor:
     """As ``torch.empty_permuted``, on a mesh: dim ``physical_layout[0]`` is the outermost in memory."""
-    stride = torch.empty_permuted(size, physical_layout, device="meta").stride()
+    stride = torch.empty_permuted(list(size), list(physical_layout), device="meta").stride()
     return empty_strided(size, stride, **options)
 
 

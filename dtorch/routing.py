@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._utils as torch_utils
 import torch.utils.dlpack as torch_dlpack
 from torch.utils._device import _device_constructors
 
@@ -56,7 +57,7 @@ def install(factories: Mapping[str, Callable[..., Any]]) -> None:
         (torch, "to_dlpack", _with_memory),
         (torch_dlpack, "to_dlpack", _with_memory),
         (torch, "vander", _on_its_mesh),
-        (torch._utils, "_rebuild_tensor", _without_mesh),
+        (torch_utils, "_rebuild_tensor", _without_mesh),
     ):
         original = getattr(place, name)
         if not hasattr(original, "_dtorch_original"):

@@ -5,7 +5,7 @@ from torch.nn.parameter import (
     Parameter,
     UninitializedBuffer,
     UninitializedParameter,
-    UninitializedTensorMixin,
+    UninitializedTensorMixin,  # pyright: ignore
     is_lazy,
 )
 

@@ -8,7 +8,7 @@ from torch.signal import windows as _windows
 
 from ..constants import here
 
-__all__ = sorted(_windows.__all__)
+__all__ = [*_windows.__all__]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
