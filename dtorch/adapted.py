@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C import _nn as nn  # pyright: ignore[reportAttributeAccessIssue]
 
 from ._tensor import Tensor
 from .mesh import DeviceMesh
@@ -117,7 +118,7 @@ def _by_batches(original: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Put these into torch's namespace."""
     for places, name, around in (
-        ((F, torch._C._nn), "one_hot", _classes_checked),
+        ((F, nn), "one_hot", _classes_checked),
         ((torch.autograd.graph,), "save_on_cpu", _of_mesh),
         ((torch, torch._VF), "gru", _by_batches),
     ):
@@ -126,5 +127,9 @@ def install() -> None:
             continue
         adapted = around(original)
         adapted._dtorch_original = original  # type: ignore[attr-defined]
+        builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
+        if builtin is not None:
+            # TorchScript knows torch's functions by identity.
+            torch.jit._builtins._register_builtin(adapted, builtin)  # type: ignore[attr-defined]
         for place in places:
             setattr(place, name, adapted)
