@@ -96,7 +96,7 @@ WRITES: dict[str, Function] = {
     "masked_scatter_": lambda t: t.masked_scatter_(t > 1, torch.arange(40.0, dtype=t.dtype)),
     "set where": lambda t: t.__setitem__(torch.where(t > 1), 3.0),
 }
-SOME = ("S0", "S1", "S0 of 3", "S1,S0", "S0,S0")
+SOME = ("S0", "S1", "S1,S0")
 
 
 def numbers(n: int = 5) -> torch.Tensor:
