@@ -122,3 +122,63 @@ def batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
         return None
     saved = _packed(channels if a.get("training", False) else (0,), x.dtype)
     return _packed(x.shape, x.dtype), saved, saved
+
+
+# ---- convolutions -------------------------------------------------------------------------------------
+
+
+@closed_form("convolution")
+def convolution(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    """Of tensors that are contiguous, or whose channels come last, and not transposed."""
+    a = _bind(func, args, kwargs)
+    x, weight, bias, spatial = a["input"], a["weight"], a["bias"], a["input"].ndim - 2
+    lists = [a[k] if len(a[k]) == spatial else list(a[k]) * spatial for k in ("stride", "padding", "dilation")]
+    last = _channels_last(x)
+    if not (last or x.is_contiguous) or a["transposed"] or any([len(v) != spatial for v in lists]):
+        return None
+    if not _convolves(x, weight, a["groups"]):
+        return None
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+        return None
+    size = []
+    for n, k, stride, pad, dilation in zip(x.shape[2:], weight.shape[2:], *lists, strict=True):
+        if stride < 1 or pad < 0 or dilation < 1:
+            return None
+        size.append((n + 2 * pad - dilation * (k - 1) - 1) // stride + 1)
+    if min(size) < 1:
+        return None
+    n, c = x.shape[0], weight.shape[0]
+    if last:  # torch's meta kernel says contiguous here, and no CPU kernel is
+        h, w = size
+        return (OutMeta((n, c, h, w), (h * w * c, 1, w * c, c), x.dtype),)
+    return (_packed((n, c, *size), x.dtype),)
+
+
+def _channels_last(x: TensorSpec) -> bool:
+    """Whether `x` [n, c, h, w] lies as [n, h, w, c], and not as [n, c, h, w] too."""
+    if x.ndim != 4:
+        return False
+    _, c, h, w = x.shape
+    return c > 1 and h * w > 1 and x.stride == (h * w * c, 1, w * c, c)
+
+
+def _convolves(x: TensorSpec, weight: TensorSpec, groups: int) -> bool:
+    if x.ndim < 3 or x.ndim != weight.ndim or groups < 1 or not x.numel or not weight.numel:
+        return False
+    fits = x.shape[1] == weight.shape[1] * groups and weight.shape[0] % groups == 0
+    return fits and _alike(x, weight) and weight.is_contiguous
+
+
+@closed_form("convolution_backward")
+def convolution_backward(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    """As input, weight and bias, where asked for."""
+    a = _bind(func, args, kwargs)
+    grad, x, weight, mask = a["grad_output"], a["input"], a["weight"], a["output_mask"]
+    if a["transposed"] or not x.is_contiguous or not grad.is_contiguous or not _alike(x, grad):
+        return None
+    if not _convolves(x, weight, a["groups"]):
+        return None
+    if grad.ndim != x.ndim or grad.shape[:2] != (x.shape[0], weight.shape[0]) or not grad.numel:
+        return None
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    return tuple([_packed(s, x.dtype) if keep else None for s, keep in zip(shapes, mask, strict=True)])

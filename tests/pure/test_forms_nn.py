@@ -95,6 +95,37 @@ def test_norms(x: torch.Tensor) -> None:
         agree(Sample(aten._native_batch_norm_legit.no_stats, (x, *a[:2], True, 0.1, 1e-5)))
 
 
+CONVOLUTIONS = [
+    ((2, 4, 7, 6), (6, 4, 3, 2), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 4, 7, 6), (6, 2, 3, 2), [2, 1], [1, 0], [1, 2], 2),
+    ((2, 4, 7, 6), (4, 1, 3, 3), [1, 1], [1, 1], [1, 1], 4),
+    ((2, 4, 1, 1), (6, 4, 1, 1), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 1, 7, 6), (6, 1, 1, 1), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 4, 9), (6, 4, 3), [2], [1], [1], 1),
+    ((2, 4, 5, 6, 4), (6, 4, 3, 3, 1), [1, 1, 1], [1, 0, 0], [1, 1, 1], 1),
+    ((2, 3, 32, 32), (64, 3, 3, 3), [1, 1], [1, 1], [1, 1], 1),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "stride", "pad", "dilation", "groups"), CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_convolutions(
+    x: Any, w: Any, stride: Any, pad: Any, dilation: Any, groups: int, last: bool, dtype: Any
+) -> None:
+    a, b, bias = torch.rand(x, dtype=dtype), torch.rand(w, dtype=dtype), torch.rand(w[0], dtype=dtype)
+    if last and a.ndim == 4 and x[1] > 1:
+        a = a.to(memory_format=torch.channels_last)
+    rest = (stride, pad, dilation, False, [0] * len(stride), groups)
+    agree(Sample(aten.convolution.default, (a, b, None, *rest)))
+    agree(Sample(aten.convolution.default, (a, b, bias, *rest)))
+    if last:
+        return
+    grad = torch.ones_like(aten.convolution.default(a, b, bias, *rest))
+    for mask in ([True, True, True], [True, False, False], [False, True, True]):
+        agree(Sample(aten.convolution_backward.default, (grad, a, b, [w[0]], *rest, mask)))
+
+
 def test_lists() -> None:
     a = [X, LAST, torch.arange(4), SWAPPED.double()]
     b = [Y, Y, torch.arange(4), SWAPPED.double()]
