@@ -43,31 +43,22 @@ def _group_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwarg
 _PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 
 
-@closed_form(
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_no_training",
-    "_batch_norm_with_update",
-    "_batch_norm_no_update",
-)
+@closed_form("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
 def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """Contiguous or channels-last; in evaluation no statistics are saved."""
     found = batch_norm(func, args, kwargs)
     if found is not None:
         return found
     out, *saved = by_meta(func, args, kwargs)
-    rest = saved[2:]  # what a GPU's kernel keeps for the backward
-    saved = saved[:2]
     if out is not None and not (len(out.shape) in (4, 5) and out.stride[1] == 1 and out.shape[1] > 1):
         out = OutMeta(out.shape, contiguous_stride(out.shape), out.dtype)  # of other layouts only channels-last is kept
-    sig = signature(func)
-    given = {**dict(zip(sig.arguments, args, strict=False)), **kwargs}
+    given = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}
     if not any([given.get(k) is not None and given[k].dtype == torch.float32 for k in _PARAMETERS]):
         # Statistics of half precision are float32 only where a parameter is.
         saved = [m and OutMeta(m.shape, m.stride, given["input"].dtype) for m in saved]
-    if given.get("training", sig.stem == "_batch_norm_with_update"):
-        return (out, *saved, *rest)
-    return (out, *[m and OutMeta((0,), (1,), m.dtype) for m in saved], *rest)
+    if given.get("training", False):
+        return (out, *saved)
+    return (out, *[m and OutMeta((0,), (1,), m.dtype) for m in saved])
 
 
 @closed_form("_batch_norm_with_update")

@@ -171,13 +171,14 @@ def _lines(mesh: DeviceMesh, dims: Sequence[int]) -> list[list[int]]:
 
 
 def is_one_all_reduce(steps: Sequence[Step]) -> bool:
-    """Whether `steps` are a single all_reduce over one line, of something."""
-    return (
-        len(steps) == 1
-        and isinstance(steps[0], AllReduce)
-        and len(steps[0].lines) == 1
-        and math.prod(steps[0].outs[0]) > 0
-    )
+    """Whether `steps` are a single all_reduce over one line, of something, whose result is all that comes out.
+
+    (A line of empty pieces is none: what its ranks hold comes out as well.)
+    """
+    if len(steps) != 1 or not isinstance(steps[0], AllReduce) or len(steps[0].lines) != 1:
+        return False
+    step = steps[0]
+    return len(step.lines[0].outs) == len(step.outs) and math.prod(step.outs[0]) > 0
 
 
 def all_reduce(src: TensorSpec, dst: TensorSpec, world: World) -> dict[int, Step]:
