@@ -58,7 +58,7 @@ def _same_size(x: TensorSpec, dim: int, *others: TensorSpec) -> Dims:
 def gather(call: Call) -> Rule:
     """``out[i][j] = self[index[i][j]][j]``"""
     x, index = call.specs[:2]
-    if not x.ndim or not index.ndim:
+    if not x.ndim or index.ndim != x.ndim:  # an index without elements may have any number of dims
         return Rule((untied(x.ndim), untied(index.ndim)), (untied(index.ndim),), flows=moves_values(x))
     dim = call.arg("dim") % x.ndim
     tied = _same_size(x, dim, index)
@@ -79,7 +79,7 @@ def scatter(call: Call) -> Rule:
     x, index, *rest = call.specs
     src = rest[0] if rest else None
     add = call.stem == "scatter_add"
-    if not x.ndim or not index.ndim:
+    if not x.ndim or any([t.ndim != x.ndim for t in call.specs]):
         return Rule(tuple(untied(t.ndim) for t in call.specs), (untied(x.ndim),))
     dim = call.arg("dim") % x.ndim
     tied = _same_size(x, dim, *call.specs[1:])

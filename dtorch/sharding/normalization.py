@@ -80,7 +80,7 @@ def softmax(call: Call) -> Rule:
         (dims,) * len(call.specs),
         (dims,),
         flows=linear((0,)) if "backward" in call.stem else (),
-        recipe=Recipe(fn, strict=False) if fn and x.ndim and not x.is_partial else None,
+        recipe=Recipe(fn, strict=False) if fn and x.ndim and x.numel and not x.is_partial else None,
         why="The softmax dim must be whole on every rank.",
     )
 
