@@ -28,12 +28,29 @@ __all__ = [
 Region = tuple[tuple[int, int], ...]
 
 
-def _local(index: torch.Tensor, start: int, length: int, size: int, wrap: bool = False) -> tuple[Any, torch.Tensor]:
-    """(index into the slice, where it does not fall into the slice) of an index into a dim of `size`."""
-    low = -size if wrap else 0
+def _local(
+    index: torch.Tensor,
+    start: int,
+    length: int,
+    size: int,
+    dim: int | None = None,
+    *,
+    error: type[Exception] = IndexError,
+    wrap: bool = False,
+) -> tuple[Any, torch.Tensor]:
+    """(index into the slice, where it does not fall into the slice) of an index into a dim of `size`.
+
+    An index out of range raises `error` in torch's words, which name `dim` where it is given.
+    """
     if index.numel():
-        message = f"index out of range in self: indices must lie in [{low}, {size})"
-        _require(((index >= low) & (index < size)).all(), IndexError, lambda: message)
+        inside = (index >= (-size if wrap else 0)) & (index < size)
+
+        def message() -> str:
+            if dim is None:
+                return "index out of range in self"
+            return f"index {index[~inside].flatten()[0].item()} is out of bounds for dimension {dim} with size {size}"
+
+        _require(inside.all(), error, message)
     if wrap:
         index = torch.where(index < 0, index + size, index)
     index = index - start
@@ -63,7 +80,7 @@ def embedding_slice(weight: torch.Tensor, indices: torch.Tensor, start: int, siz
 
 def gather_slice(x: torch.Tensor, dim: int, index: torch.Tensor, start: int, size: int) -> torch.Tensor:
     """``gather`` along a dim of `size` of which `x` holds the part from `start` on; zeros for the rest."""
-    at, outside = _local(index, start, x.shape[dim], size)
+    at, outside = _local(index, start, x.shape[dim], size, dim % x.ndim, error=RuntimeError)
     if not x.shape[dim]:
         return x.new_zeros(index.shape)
     return _blank(x.gather(dim, at), outside)
@@ -82,7 +99,7 @@ def index_select_slice(x: torch.Tensor, dim: int, index: torch.Tensor, start: in
 
 def index_slice(x: torch.Tensor, dim: int, index: torch.Tensor, start: int, size: int) -> torch.Tensor:
     """``x[:, …, index]`` with one index tensor, at a dim of `size` of which `x` holds the part from `start` on."""
-    at, outside = _local(index, start, x.shape[dim], size, wrap=True)
+    at, outside = _local(index, start, x.shape[dim], size, dim, wrap=True)
     if not x.shape[dim]:
         return x.new_zeros([*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]])
     out = x[(slice(None),) * dim + (at,)]
@@ -100,7 +117,7 @@ def index_put_slice(
     inplace: bool,
 ) -> torch.Tensor:
     """``index_put`` with one index tensor, at a dim of `size` of which `x` holds the part from `start` on."""
-    at, outside = _local(index, start, x.shape[dim], size, wrap=True)
+    at, outside = _local(index, start, x.shape[dim], size, dim, wrap=True)
     out = x if inplace else x.clone()
     inside = ~outside
     shape = [*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]]
@@ -111,7 +128,7 @@ def index_put_slice(
 def _scatter(
     x: torch.Tensor, dim: int, index: torch.Tensor, src: Any, add: bool, start: int, size: int, inplace: bool
 ) -> torch.Tensor:
-    at, outside = _local(index, start, x.shape[dim], size)
+    at, outside = _local(index, start, x.shape[dim], size, dim % x.ndim, error=RuntimeError)
     inside = ~outside
     where: list[torch.Tensor] = list(inside.nonzero(as_tuple=True))
     where[dim] = at[inside]

@@ -66,6 +66,31 @@ def test_a_dim_out_of_range_is_an_index_error_whatever_the_placements(layout: st
             assert str(got).startswith(str(wanted)), (name, got)
 
 
+LOOKUPS: dict[str, Function] = {
+    "index": lambda t: t[torch.tensor([7, 0])],
+    "index from the end": lambda t: t[torch.tensor([-6])],
+    "index_put": lambda t: t.index_put((torch.tensor([9]),), torch.tensor(1.0).double()),
+    "gather": lambda t: t.gather(0, torch.full((1, 4), 8)),
+    "gather from the end": lambda t: t.gather(-2, torch.full((1, 4), -1)),
+    "scatter": lambda t: t.scatter(0, torch.full((1, 4), 9), 1.0),
+    "scatter_add": lambda t: t.scatter_add(0, torch.full((1, 4), 9), torch.ones(1, 4).double()),
+    "index_select": lambda t: t.index_select(0, torch.tensor([8])),
+    "embedding": lambda t: F.embedding(torch.tensor([5]), t),
+    "cross_entropy": lambda t: F.cross_entropy(t, torch.tensor([0, 1, 2, 3, 9])),
+    "take": lambda t: t.take(torch.tensor([99])),
+}
+
+
+@pytest.mark.parametrize("layout", ["S0", "S1", "S0,S0"])
+def test_an_index_out_of_range_is_refused_in_torchs_words(layout: str) -> None:
+    for name, f in LOOKUPS.items():
+        wanted = outcome(f, mixed())
+        with dtorch.auto_redistribute():
+            got = outcome(f, place(mixed(), layout))
+        assert isinstance(wanted, Exception) and isinstance(got, type(wanted)), (name, wanted, got)
+        assert str(got).startswith(str(wanted)), (name, wanted, got)
+
+
 def test_a_slice_without_an_end_is_shown_without_one() -> None:
     for f in (lambda t: t[1:], lambda t: t[1::2]):
         with pytest.raises(PlacementError) as caught:
