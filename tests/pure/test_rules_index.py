@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -92,7 +94,9 @@ def test_vocabulary_sharded_embedding_is_a_sum() -> None:
 )
 def test_an_index_outside_a_sharded_dim_raises(sample: Sample) -> None:
     # Masked away on every rank it would read as zeros.
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises((IndexError, RuntimeError)) as wanted:
+        sample.func(*sample.args)
+    with pytest.raises(wanted.type, match=re.escape(str(wanted.value))):
         check(sample, (2,), [(S(0),), (R,)], truth=[])
 
 
