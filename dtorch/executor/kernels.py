@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels_index, kernels_nn, kernels_portable, kernels_random
 
-__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "view_as_real"]
+__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "view_as_real", "trace_piece"]
 
 for _family in (kernels_index, kernels_nn, kernels_portable, kernels_random):
     globals().update({_name: getattr(_family, _name) for _name in _family.__all__})
@@ -46,6 +46,14 @@ def mean_piece(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype:
     result = dtype or x.dtype
     total = torch.sum(x, dim=list(dims), keepdim=keepdim, dtype=torch.float32 if result in _HALF else result)
     return (total / count).to(result)
+
+
+def trace_piece(x: Tensor, row: int, column: int) -> Tensor:
+    """The sum of that part of the diagonal that lies in a piece which begins at this row and column."""
+    offset = row - column
+    if not -x.shape[0] < offset < x.shape[1]:
+        return x.new_zeros((), dtype=x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    return torch.diagonal(x, offset).sum()
 
 
 def first_index(

@@ -46,13 +46,16 @@ def cat(call: Call) -> Rule:
     return Rule(ins, (out,), flows=flows, why=f"The dim along which {call.stem} joins must be whole on every rank.")
 
 
-@rule("split", "split_with_sizes", "unbind", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
+@rule(
+    *("split", "split_with_sizes", "unbind", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
+    *("split_copy", "split_with_sizes_copy", "unbind_copy"),
+)
 def split(call: Call) -> Rule:
     """Cut along a whole dim."""
     x = call.specs[0]
     dim = call.arg("dim", 0) % x.ndim
     tied = without(names(x.ndim), dim)
-    out = tied[:dim] + tied[dim + 1 :] if call.stem == "unbind" else tied
+    out = tied[:dim] + tied[dim + 1 :] if call.stem.startswith("unbind") else tied
     why = f"The dim that {call.stem} cuts must be whole on every rank."
     return Rule((tied,), (out,) * len(call.outs), flows=moves_values(x), why=why)
 
@@ -71,6 +74,16 @@ def slice_(call: Call) -> Rule | None:
     if not _is_whole(call.arg("start"), call.arg("end"), call.arg("step", 1), x.shape[dim]):
         tied = without(tied, dim)
     return Rule((tied,), (tied,), flows=moves_values(x), why="The sliced dim must be whole on every rank.")
+
+
+@rule("narrow_copy")
+def narrow_copy(call: Call) -> Rule:
+    """A dim may be sharded only where all of it is taken."""
+    x, dim = call.specs[0], call.arg("dim") % call.specs[0].ndim
+    tied = names(x.ndim)
+    if call.arg("length") != x.shape[dim]:
+        tied = without(tied, dim)
+    return Rule((tied,), (tied,), flows=moves_values(x), why="The narrowed dim must be whole on every rank.")
 
 
 @rule("select")

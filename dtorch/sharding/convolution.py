@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..spec import TensorSpec
-from .rule import Call, Dims, Local, Rule, linear, names, rule, untied
+from .rule import Call, Dims, Flow, Local, Rule, linear, names, rule, untied
 
 __all__: list[str] = []
 
@@ -90,7 +90,13 @@ def convolution_backward(call: Call) -> Rule | None:
     ys_size = call.specs[0].shape[1]
     # The gradient of the bias does not depend on the input, nor on its channels.
     reduce: dict[str, Any] = {"n": (None, "sum", "sum"), "o": ("sum", None, None), "i": (None, None, "same")}
-    return Rule((ys, xs, ws), outs, reduce=reduce, flows=linear((0,)), local=local, why=_WHY)
+    # Each gradient is bilinear, in the incoming one and in what the other factor was.
+    flows = list(linear((0,)))
+    for kind in ("sum", "avg"):
+        flows.append(Flow(kind, frozenset({1}), ("same", kind, "same")))
+        flows.append(Flow(kind, frozenset({2}), (kind, "same", "same")))
+        flows.append(Flow(kind, frozenset({1, 2}), (kind, kind, "same")))
+    return Rule((ys, xs, ws), outs, reduce=reduce, flows=tuple(flows), local=local, why=_WHY)
 
 
 # ---- pooling and resampling: every channel of every sample by itself --------------------------------------

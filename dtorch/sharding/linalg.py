@@ -37,7 +37,7 @@ _MATRICES = {
     # a matrix and its factors
     "linalg_householder_product": "..,.->..",
     "lu_unpack": "..,.->..,..,..",
-    "ormqr": "..,.,..->..",
+    "ormqr": "..,.,.k->.k",
     "linalg_pinv": "..,,->..",
     # right-hand sides
     "cholesky_solve": ".k,..->.k",

@@ -14,7 +14,20 @@ import torch
 
 from ..spec import TensorSpec
 from .matmul import broadcast_dims
-from .rule import UNTAGGED_POINTWISE, Call, Flow, Local, Num, Rule, fallback, is_positive, names, partials
+from .rule import (
+    UNTAGGED_POINTWISE,
+    Call,
+    Flow,
+    Local,
+    Num,
+    Rule,
+    fallback,
+    is_positive,
+    linear,
+    names,
+    partials,
+    rule,
+)
 
 __all__: list[str] = []
 
@@ -44,6 +57,8 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "copy": (("self", "src"),),
     "complex": (("real", "imag"),),
     "native_dropout_backward": (("grad_output",),),
+    "ldexp": (("self",),),
+    "polar": (("abs",),),
 }
 # Linear over the integers too, where sums wrap around as products and sums of the whole do.
 _INTEGRAL = frozenset("add sub rsub mul neg clone where masked_fill positive alias copy lift_fresh detach lift".split())
@@ -217,3 +232,12 @@ def _constants_on_lead(constants: tuple[str, ...]) -> Any:
                 at.set(name, value.kind(0) if isinstance(value, Num) else type(value)(0))
 
     return local
+
+
+@rule("rrelu_with_noise_backward")
+def rrelu_backward(call: Call) -> Rule | None:
+    """Elementwise in gradient, input and the slopes that were drawn; linear in the gradient."""
+    dims = names(call.specs[0].ndim)
+    if any(s.shape != call.specs[0].shape for s in call.specs):
+        return None
+    return Rule((dims,) * len(call.specs), (dims,), flows=linear((0,)))

@@ -156,7 +156,7 @@ def logsumexp(call: Call) -> Rule:
     return _whole_dim(call, None if call.specs[0].dtype.is_complex else Recipe(log_sum_exp))
 
 
-@rule("prod", "median", "nanmedian", "mode", "kthvalue")
+@rule("hash_tensor", "prod", "median", "nanmedian", "mode", "kthvalue")
 def whole(call: Call) -> Rule:
     """Nothing to combine: the reduced dim must be whole."""
     if call.stem in ("mode", "kthvalue") or (call.stem in ("median", "nanmedian") and len(call.outs) == 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from .cat import without
 from .rule import Call, Local, Rule, linear, names, partials, rule
 
@@ -23,14 +25,17 @@ def scan(call: Call) -> Rule:
 
 @rule("searchsorted", "bucketize")
 def search(call: Call) -> Rule | None:
-    """Boundaries are whole; one row of them for all values, or one per row of values."""
+    """One row of boundaries for all values, or one per row of values."""
     if len(call.specs) != 2:
         return None  # a number is searched, or a sorter is given
     values = call.specs[0 if call.stem == "bucketize" else 1]
     boundaries = call.specs[1 if call.stem == "bucketize" else 0]
     tied = names(values.ndim)
-    ins = (without(tied, values.ndim - 1) if boundaries.ndim > 1 else ("",), tied)
-    return Rule(ins[::-1] if call.stem == "bucketize" else ins, (tied,))
+    if boundaries.ndim > 1:
+        tied = without(tied, values.ndim - 1)
+    # Of sharded boundaries each rank counts those before a value: the counts add up.
+    ins = ((*tied[:-1], "v") if boundaries.ndim > 1 else ("v",), tied)
+    return Rule(ins[::-1] if call.stem == "bucketize" else ins, (tied,), reduce={"v": "sum"})
 
 
 def _diagonal(local: Local) -> None:
@@ -44,5 +49,9 @@ def _diagonal(local: Local) -> None:
 def triangle(call: Call) -> Rule:
     """Any dim may be sharded: the diagonal moves with the piece."""
     x = call.specs[0]
-    kinds = ("sum", "avg", "max", "min") if x.dtype.is_floating_point else ()
+    kinds: tuple[str, ...] = ("sum", "avg") if x.dtype.is_floating_point or x.dtype.is_complex else ()
+    if x.dtype.is_floating_point:
+        kinds += ("max", "min")
+    elif not kinds and x.dtype != torch.bool:
+        kinds = ("sum",)
     return Rule((names(x.ndim),), (names(x.ndim),), flows=partials(kinds, (0,)), local=_diagonal)

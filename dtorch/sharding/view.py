@@ -209,6 +209,20 @@ def turn(call: Call) -> Rule:
     return _one(call, i, i, why=f"A dim that {call.stem} turns must be whole on every rank.")
 
 
+@rule("rot90")
+def rot90(call: Call) -> Rule:
+    """Of the two dims that turn, by a quarter, each keeps its shards where it is not read backwards."""
+    x, quarters = call.specs[0], call.arg("k", 1) % 4
+    i = names(x.ndim)
+    a, b = (d % x.ndim for d in call.arg("dims", [0, 1]))
+    backwards = {0: (), 1: (b,), 2: (a, b), 3: (a,)}[quarters]
+    i = without(i, *backwards)
+    out = list(i)
+    if quarters % 2:
+        out[a], out[b] = out[b], out[a]
+    return _one(call, i, tuple(out), why="A dim that rot90 reads backwards must be whole on every rank.")
+
+
 @rule("repeat")
 def repeat(call: Call) -> Rule:
     """Dims that are repeated must be whole."""
@@ -261,16 +275,24 @@ def edge_pad(call: Call) -> Rule:
 
 @rule("trace")
 def trace(call: Call) -> Rule:
-    """The sum of the diagonal: linear; shards would need their offsets."""
-    flows = linear((0,)) if call.specs[0].dtype.is_floating_point else partials(("sum",), (0,))
-    return Rule((untied(2),), ((),), flows=flows)
+    """The sum of the diagonal, which in a piece begins elsewhere."""
+    x = call.specs[0]
+    flows = linear((0,)) if x.dtype.is_floating_point else partials(("sum",), (0,))
+
+    def local(at: Local) -> None:
+        row, column = at.span(x.shape[0], "r")[0], at.span(x.shape[1], "c")[0]
+        at.use("dtorch.trace_piece", In(0), row, column)
+
+    return Rule((("r", "c"),), ((),), reduce={"r": "sum", "c": "sum"}, flows=flows, local=local)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
 def shuffle(call: Call) -> Rule:
-    """Channels and pixels change places: only the batch dims are tied."""
-    n = call.specs[0].ndim
-    channel = 1 if "channel" in call.stem else n - 3
-    batch = names(channel)
-    i = (*batch, *untied(n - channel))
+    """Pixels of a block become channels, or come out of them: a dim stays sharded where blocks stay whole.
+
+    channel_shuffle deals the channels anew, so that those must be whole.
+    """
+    i = names(call.specs[0].ndim)
+    if "channel" in call.stem:
+        i = without(i, 1)
     return _one(call, i, i)
