@@ -41,7 +41,7 @@ from dtorch.spec import TensorSpec, contiguous_stride
 MESHES = ((4,), (2, 2), (2, 2, 2))
 BOUNDS = {1: 300.0, 2: 400.0, 3: 500.0}
 # DTensor takes up to a second for a call: so many rounds of it, and none of the run's other calls after so many µs.
-PEER_ROUNDS, SLOW = 2, 20_000.0
+PEER_ROUNDS, SLOW = 3, 20_000.0
 
 aten: Any = torch.ops.aten
 R = "R"
@@ -253,7 +253,7 @@ def measure(cases: list[Case], rounds: int, pool: bool) -> dict[tuple[str, str, 
                 raise
             if sum(values) > SLOW:
                 break
-        if k or who == "theirs":  # the first round learns dtypes and imports what torch imports on first use
+        if k:  # the first round learns dtypes and imports what torch imports on first use
             figures[who, case.name, n].append(statistics.median(values))
         return True
 

@@ -88,7 +88,8 @@ def _refuse_aliases(name: str, inputs: list[torch.Tensor], outputs: list[torch.T
 
 def named(name: str, overload: str | None = None) -> Any:
     """The operator "namespace::name", for a function that was sent and calls it."""
-    return find(*name.split("::"), overload)
+    namespace, _, op = name.partition("::")
+    return find(namespace, op, overload)
 
 
 def find(namespace: str, name: str, overload: str | None) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 
 from ..executor.operators import named
 from ..sharding.register import modules
@@ -45,7 +45,7 @@ class Operators:
             self._need(f"{namespace}::{rest.rpartition('.')[0]}")
 
     def _need(self, name: str) -> None:
-        defined = torch._library.custom_ops._maybe_get_opdef(name)
+        defined = _maybe_get_opdef(name)
         readers = self._client.writer.readers
         source = defined if defined is not None else (modules.get(name), len(torch.ops.loaded_libraries))
         told = self._told.get(name)
@@ -89,12 +89,13 @@ def _pickled(name: str, functions: dict[str | None, Any]) -> tuple[bytes, set[st
             if isinstance(obj, CustomOpDef):
                 others.add(obj._qualname)
                 return named, (obj._qualname,)
-            if isinstance(obj, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-                schema = getattr(obj, "_schema", None)
-                qualified = schema.name if schema is not None else obj._qualified_op_name
-                others.add(qualified)
-                overload = (schema.overload_name or "default") if schema is not None else None
-                return named, (qualified, overload)
+            if isinstance(obj, torch._ops.OpOverload):
+                schema = obj._schema
+                others.add(schema.name)
+                return named, (schema.name, schema.overload_name or "default")
+            if isinstance(obj, torch._ops.OpOverloadPacket):
+                others.add(obj._qualified_op_name)
+                return named, (obj._qualified_op_name,)
             return super().reducer_override(obj)
 
     into = io.BytesIO()

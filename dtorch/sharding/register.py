@@ -135,8 +135,12 @@ def overload_of(op: Any) -> Any:
 def _enter(func: Any, make: RuleFunction, free: tuple[str, ...], module: str | None) -> None:
     stem = signature(func).stem
     before, of = rules._entries.get(stem), _registered.get(stem)
-    again = of is not None and of is not func and of._schema.name == func._schema.name
-    if before is not None and not (again and of._schema.overload_name == func._schema.overload_name):
+    again = (
+        of is not None
+        and of is not func
+        and (of._schema.name, of._schema.overload_name) == (func._schema.name, func._schema.overload_name)
+    )
+    if before is not None and not again:
         raise ValueError(
             f"register_sharding({_name(func)}): two rules for one operator; the other is of {before.make.__module__}. "
             "One rule serves f and f_, and all overloads: look at call.sig.inplace and call.overload"
@@ -162,7 +166,7 @@ def _held_to(func: Any, make: RuleFunction) -> RuleFunction:
     """`make`, whose rules are held against the calls they are for."""
 
     def checked(call: Call) -> Rule | Recipe | Each | None:
-        found = make(call)
+        found: Any = make(call)
         if not isinstance(found, Rule):
             if found is not None and not isinstance(found, (Recipe, Each)):
                 raise TypeError(f"the rule of {call.sig.op} is a {type(found).__name__}, not a Rule, a Recipe or None")

@@ -138,6 +138,7 @@ def _placed(sample: Sample, shape: Sequence[int], rng: random.Random, cap: int) 
     rule = find(make_call(sample, shape, partial))
     if rule is None:
         raise ValueError(f"{sample.func} has no rule for this call: see dtorch.register_sharding")
+    combos: list[list[Placements]]
     if isinstance(rule, Rule):
         combos = possible(sample, rule, n)
     else:  # a recipe takes anything
@@ -145,6 +146,8 @@ def _placed(sample: Sample, shape: Sequence[int], rng: random.Random, cap: int) 
         combos = [[(p,) * n for p in combo] for combo in itertools.product(*each)]
     if len(combos) > cap:
         combos = rng.sample(combos, cap)
-    freely = [[tuple(Replicate() if rng.random() < 0.4 else p for p in ps) for ps in combo] for combo in combos]
-    found = [*combos, *freely]
+    freely: list[list[Placements]] = [
+        [tuple(Replicate() if rng.random() < 0.4 else p for p in ps) for ps in combo] for combo in combos
+    ]
+    found: list[list[Placements]] = [*combos, *freely]
     return [have for i, have in enumerate(found) if have not in found[:i]]

@@ -24,7 +24,7 @@ __all__ = ["SimTensor"]
 
 def _laid_out(t: torch.Tensor | None, meta: OutMeta | None) -> torch.Tensor | None:
     """`t` in the memory order that the plan promised, as executors make sure of."""
-    if t is None or meta is None or meta.stride is None or t.numel() == 0 or t.stride() == tuple(meta.stride):
+    if t is None or meta is None or not meta.stride or t.numel() == 0 or t.stride() == tuple(meta.stride):
         return t
     return torch.empty_strided(meta.shape, meta.stride, dtype=t.dtype).copy_(t)
 
