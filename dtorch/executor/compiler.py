@@ -26,13 +26,9 @@ _BINDINGS = frozenset(
 )
 
 
-# The client's tensors know no conjugate bit, so torch does not resolve it there before it asks for this.
-_INSTEAD = {"aten.view_as_real.default": "dtorch.view_as_real"}
-
-
 def resolve(name: str) -> Callable[..., Any]:
     """The function behind "aten.add.Tensor" or "dtorch.kernel"."""
-    namespace, _, rest = _INSTEAD.get(name, name).partition(".")
+    namespace, _, rest = name.partition(".")
     if namespace == "dtorch":
         return kernels.find(rest)
     packet_name, _, overload = rest.rpartition(".")

@@ -28,11 +28,6 @@ def filled(like: Tensor, shape: Sequence[int], value: float, dtype: torch.dtype 
     return torch.full(list(shape), value, dtype=dtype or like.dtype, device=like.device)
 
 
-def view_as_real(x: Tensor) -> Tensor:
-    """``torch.view_as_real``; of a conjugate view, which has no such view, a copy."""
-    return torch.view_as_real(x.resolve_conj())
-
-
 def filled_pair(like: Tensor, shape: Sequence[int], first: float, second: float) -> tuple[Tensor, Tensor]:
     """Two tensors as :func:`filled` makes them."""
     return filled(like, shape, first), filled(like, shape, second)

@@ -1,6 +1,7 @@
 """Copies that stand for views.
 
-Under ``auto_redistribute`` a view may need its base moved. What it returns then reads like the view, but lies in
+Under ``auto_redistribute`` a view may need its base moved, and a conjugate is a view in torch by a bit that dtorch
+tensors have not. What these return reads like the view, but lies in
 memory of its own: a write to it would not reach the base, nor a write to the base reach it. So its spec is marked
 with the version of the base at that moment. A marked spec equals no other, hence no plan is ever found for it and
 every use comes by here: reading is allowed while the base is as it was; writing is not.
@@ -48,8 +49,8 @@ def settled(t: Tensor) -> Tensor:
         return t
     if spec.copied != UNTRACKED and not t.is_inference() and t._version != spec.copied:
         raise PlacementError(
-            f"{spec.describe()} is a copy that stands for a view (auto_redistribute moved the tensor that was viewed), "
-            "and that tensor has been written since: the copy is out of date.\n"
+            f"{spec.describe()} is a copy that stands for a view (a conjugate, or of a tensor that auto_redistribute "
+            "moved), and the tensor has been written since: the copy is out of date.\n"
             "  Write:  take the view again after the write, or redistribute the tensor before both"
         )
     return wrap(spec.as_copy(None), t._ref)
@@ -59,7 +60,7 @@ def refuse_write(name: str, t: Any) -> None:
     """Raise if `t`, which `name` would write, is a copy that stands for a view."""
     if t._spec.copied is not None:
         raise PlacementError(
-            f"{name} of {t._spec.describe()}: it is a copy that stands for a view (auto_redistribute moved the tensor "
-            "that was viewed), so the write would not reach that tensor.\n"
+            f"{name} of {t._spec.describe()}: it is a copy that stands for a view (a conjugate, or of a tensor "
+            "that auto_redistribute moved), so the write would not reach that tensor.\n"
             "  Write:  x = x.clone()  to write to the copy alone, or redistribute the tensor before it is viewed"
         )

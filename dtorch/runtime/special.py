@@ -79,6 +79,14 @@ def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return wrap(t._spec, t._ref)
 
 
+def _conj(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A conjugate is a copy: torch's is a view with a bit set, which it resolves where it sees the bit, and it sees none
+    on a dtorch tensor. A backward writes to none."""
+    t = args[0]
+    made = dispatch(None, torch.ops.aten.conj_physical.default, (), (t,))
+    return made if torch._C._current_graph_task_id() != -1 else mark(made, version_of(t))
+
+
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fetch(args[0]).get().item()
 
@@ -182,6 +190,7 @@ _SPECIAL: dict[str, Special] = {
     "aten.detach.default": _same_value,
     "aten.alias.default": _same_value,
     "aten.lift_fresh.default": _same_value,
+    "aten._conj.default": _conj,
     "aten._local_scalar_dense.default": _item,
     "aten.equal.default": _equal,
     "aten._linalg_check_errors.default": linalg_check,

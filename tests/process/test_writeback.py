@@ -105,3 +105,23 @@ def test_conjugates_are_resolved_wherever_the_call_runs(placement: Placement) ->
     want = torch.linalg.lstsq(torch.cat([z, z]), torch.cat([z, z + 1j]))
     # The residuals: squared absolute values, which torch takes as a product with the conjugate.
     torch.testing.assert_close(got.residuals.to_torch(), want.residuals)
+
+
+def test_a_write_to_a_conjugate_raises_and_is_not_lost() -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    z = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 2 + 0j]])
+    t = dtorch.distribute_tensor(z, mesh, [Shard(0)])
+    for write in (
+        lambda: t.conj().imag.mul_(2),
+        lambda: t.conj().add_(1),
+        lambda: t.H.zero_(),
+        lambda: t.mH.real.add_(1),
+    ):
+        with pytest.raises(dtorch.PlacementError, match="would not reach"):
+            write()
+    assert torch.equal(t.to_torch(), z)
+    stale = t.conj()
+    t.add_(1)
+    with pytest.raises(dtorch.PlacementError, match="out of date"):
+        stale.sum()
+    assert torch.equal(t.conj().clone().add_(1j).to_torch(), (z + 1).conj() + 1j)
