@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels_index, kernels_nn, kernels_portable, kernels_random
 
-__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "view_as_real", "trace_piece"]
+__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "trace_piece"]
 
 for _family in (kernels_index, kernels_nn, kernels_portable, kernels_random):
     globals().update({_name: getattr(_family, _name) for _name in _family.__all__})

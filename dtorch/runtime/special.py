@@ -80,8 +80,8 @@ def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _conj(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A conjugate is a copy: torch's is a view with a bit set, which it resolves where it sees the bit, and it sees none
-    on a dtorch tensor. A backward writes to none."""
+    """A conjugate is a copy: torch's is a view with a bit set, which it resolves where it sees the bit, and a dtorch
+    tensor shows none. A backward writes to none."""
     t = args[0]
     made = dispatch(None, torch.ops.aten.conj_physical.default, (), (t,))
     return made if torch._C._current_graph_task_id() != -1 else mark(made, version_of(t))
