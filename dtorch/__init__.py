@@ -30,6 +30,7 @@ _NAMES: dict[str, str] = {
             "DeviceMeshError",
             "DtorchError",
             "ExecutorDiedError",
+            "OverloadedError",
             "PlacementError",
             "PoolError",
             "RemoteError",
@@ -115,7 +116,7 @@ _NAMES: dict[str, str] = {
 }  # fmt: skip
 _MODULES = frozenset(
     (
-        "autograd distributed distributed_spec errors fft graph linalg mesh "
+        "aio autograd distributed distributed_spec errors fft graph linalg mesh "
         "nn optim placement random signal special testing utils"
     ).split()
 )

@@ -5,6 +5,7 @@
     ├── DeviceMeshError (ValueError)      a mesh is malformed, or two meshes meet in one call
     ├── ConfigError (ValueError)          an environment variable or option cannot be read
     ├── RunAheadError (RuntimeError)      too much work was issued without awaiting any of it
+    ├── OverloadedError (RuntimeError)    a bounded queue is full: come again later
     ├── BlockingCallError (RuntimeError)  a call would stop a running event loop (strict mode only)
     ├── PoolError (RuntimeError)          the pool cannot start, or is closed
     │   └── ExecutorDiedError             an executor process ended while it was needed
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceMeshError",
     "DtorchError",
     "ExecutorDiedError",
+    "OverloadedError",
     "PlacementError",
     "PoolError",
     "RemoteError",
@@ -55,6 +57,21 @@ class ConfigError(DtorchError, ValueError):
 
 class RunAheadError(DtorchError, RuntimeError):
     """A coroutine issued more work than the hard run-ahead bound without awaiting any of it."""
+
+
+class OverloadedError(DtorchError, RuntimeError):
+    """A bounded queue is full, and this request was not taken.
+
+    Attributes:
+        retry_after: seconds after which there should be room again, as an HTTP server says in ``Retry-After``.
+    """
+
+    def __init__(self, message: str = "the queue is full", retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type[OverloadedError], tuple[str, float]]:
+        return type(self), (str(self), self.retry_after)
 
 
 class BlockingCallError(DtorchError, RuntimeError):
