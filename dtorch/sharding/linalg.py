@@ -91,7 +91,7 @@ def matrices(call: Call) -> Rule | None:
     for meta, core in zip(call.outs, outs, strict=True):
         if meta is None:
             found.append(None)
-        elif meta.shape[: len(meta.shape) - len(core)] == batch:
+        elif len(meta.shape) == n + len(core) and meta.shape[:n] == batch:
             found.append((*tied, *_core(core)))
         else:
             found.append(untied(len(meta.shape)))  # not asked for: an empty tensor

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..spec import TensorSpec
-from .recipes import arg_extreme, extreme_with_index, log_sum_exp, moments, vector_norm, verdict
+from .recipes import arg_extreme, extreme_with_index, log_sum_exp, moments, product, vector_norm, verdict
 from .rule import Call, Dims, Flow, In, Local, Recipe, Reduce, Rule, dims_of, linear, names, partials, rule
 
 __all__: list[str] = []
@@ -91,7 +91,8 @@ def _answers_empty(x: TensorSpec, dims: tuple[int, ...], value: float) -> Any:
     def local(at: Local) -> None:
         shape = at.in_shape(0)
         if any([shape[d] == 0 for d in dims]):
-            at.use("dtorch.filled", In(0), at.out_shape(0), value)
+            out = at.call.outs[0]
+            at.use("dtorch.filled", In(0), at.out_shape(0), value, out and out.dtype)
 
     return local
 
@@ -156,7 +157,13 @@ def logsumexp(call: Call) -> Rule:
     return _whole_dim(call, None if call.specs[0].dtype.is_complex else Recipe(log_sum_exp))
 
 
-@rule("hash_tensor", "prod", "median", "nanmedian", "mode", "kthvalue")
+@rule("prod")
+def prod(call: Call) -> Rule:
+    """A recipe along sharded dims: products do not add up."""
+    return _whole_dim(call, Recipe(product))
+
+
+@rule("hash_tensor", "median", "nanmedian", "mode", "kthvalue")
 def whole(call: Call) -> Rule:
     """Nothing to combine: the reduced dim must be whole."""
     if call.stem in ("mode", "kthvalue") or (call.stem in ("median", "nanmedian") and len(call.outs) == 2):
@@ -211,6 +218,21 @@ def first_index(call: Call) -> Rule:
         at.use("dtorch.first_index", In(0), In(1), dims, bool(call.arg("keepdim")), offsets, sizes)
 
     return Rule((ins, kept), (out,), reduce={ins[d]: "min" for d in dims}, local=local)
+
+
+@rule("dtorch::product_slots", always=True)
+def product_slots(call: Call) -> Rule:
+    """``product_slots(x, dim, starts)``: zeros but for the slot of this rank, so that a sum puts the slots together."""
+    x, dim = call.specs[0], call.arg("dim")
+    ins = names(x.ndim)
+
+    def local(at: Local) -> None:
+        start, length = at.span(x.shape[dim], ins[dim])
+        starts = call.arg("starts")
+        at.use("dtorch.product_slots", In(0), dim, len(starts), starts.index(start) if length else None)
+
+    out = tuple(["" if d == dim else f for d, f in enumerate(ins)])
+    return Rule((ins,), (out,), reduce={ins[dim]: "sum"}, local=local)
 
 
 @rule("dtorch::norm_power", always=True)
