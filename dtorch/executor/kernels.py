@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels_index, kernels_nn, kernels_portable, kernels_random
 
-__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "trace_piece"]
+__all__ = ["filled", "filled_pair", "find", "first_index", "mean_piece", "norm_power", "product_slots", "trace_piece"]
 
 for _family in (kernels_index, kernels_nn, kernels_portable, kernels_random):
     globals().update({_name: getattr(_family, _name) for _name in _family.__all__})
@@ -49,6 +49,15 @@ def trace_piece(x: Tensor, row: int, column: int) -> Tensor:
     if not -x.shape[0] < offset < x.shape[1]:
         return x.new_zeros((), dtype=x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     return torch.diagonal(x, offset).sum()
+
+
+def product_slots(x: Tensor, dim: int, slots: int, slot: int | None) -> Tensor:
+    """Zeros with the product along `dim` of this piece in one slot of `slots`; an empty piece has none."""
+    found = torch.prod(x, dim, keepdim=True)
+    out = found.new_zeros([slots if d == dim else s for d, s in enumerate(x.shape)])
+    if slot is not None:
+        out.narrow(dim, slot, 1).copy_(found)
+    return out
 
 
 def first_index(

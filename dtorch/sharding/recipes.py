@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..placement import Replicate
+from ..spec import cut
 from .rule import dims_of, signature
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "extreme_with_index",
     "log_sum_exp",
     "moments",
+    "product",
     "reduced",
     "vector_norm",
     "verdict",
@@ -31,6 +33,7 @@ aten: Any = torch.ops.aten
 # dtorch.executor.kernels; here they only need shapes.
 _library = torch.library.Library("dtorch", "FRAGMENT")
 _library.define("first_index(Tensor self, Tensor extreme, int[] dim, bool keepdim) -> Tensor")
+_library.define("product_slots(Tensor self, int dim, int[] starts) -> Tensor")
 _library.define("norm_power(Tensor self, float ord, int[] dim, bool keepdim) -> Tensor")
 
 HALF = (torch.float16, torch.bfloat16)
@@ -49,6 +52,13 @@ def _norm_power_meta(x: torch.Tensor, ord: float, dim: list[int], keepdim: bool)
     return aten.empty.memory_format(_reduced_shape(x, dim, keepdim), dtype=dtype, device=x.device)
 
 
+def _product_slots_meta(x: torch.Tensor, dim: int, starts: list[int]) -> torch.Tensor:
+    dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    shape = [len(starts) if d == dim else s for d, s in enumerate(x.shape)]
+    return aten.empty.memory_format(shape, dtype=dtype, device=x.device)
+
+
+_library.impl("product_slots", _product_slots_meta, "Meta")
 _library.impl("first_index", _first_index_meta, "Meta")
 _library.impl("norm_power", _norm_power_meta, "Meta")
 ours: Any = torch.ops.dtorch
@@ -98,6 +108,30 @@ def moments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not stem.endswith("_mean"):
         return out
     return out, _cast(_drop(mean, dims, keepdim), a["self"].dtype)
+
+
+def _starts(size: int, cutting: list[int]) -> list[int]:
+    """Where the pieces that are not empty begin, of a dim that mesh dims of these sizes cut in turn."""
+    pieces = [(0, size)]
+    for n in cutting:
+        pieces = [(o + cut(length, n, i)[0], cut(length, n, i)[1]) for o, length in pieces for i in range(n)]
+    return sorted({o for o, length in pieces if length})
+
+
+def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """prod: every rank puts the product of its piece into a slot of its own, and all slots are multiplied."""
+    a = _bind(func, args, kwargs)
+    x = a["self"]
+    dims = dims_of(a.get("dim"), x.ndim)
+    if a["dtype"] is not None:
+        x = _cast(x, a["dtype"])
+    for d in dims:
+        cutting = [n for p, n in zip(x.placements, x.device_mesh.shape, strict=True) if p.is_shard(d)]
+        if cutting:
+            x = reduced(ours.product_slots.default(x, d, _starts(x.shape[d], cutting)))
+    if "dim" in a:
+        return aten.prod.dim_int(x, a["dim"], a["keepdim"], dtype=a["dtype"])
+    return aten.prod.default(x, dtype=a["dtype"])
 
 
 def log_sum_exp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -199,3 +199,21 @@ def test_first_index() -> None:
     assert kernels.first_index(x, extreme, [0, 1], False, [4, 0], [8, 2]).item() == 9
     assert kernels.first_index(x, torch.tensor([[7.0]]), [0, 1], False, [0, 0], [2, 2]).item() == 4
     assert kernels.first_index(torch.ones(0, 2), torch.ones(1, 2), [0], False, [3], [3]).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), (5,)])
+def test_products_of_shards_are_multiplied(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Uneven and empty pieces too: an empty one multiplies by nothing, however many there are."""
+    x = (torch.randn(3, 4, dtype=torch.float64) * 3).round().abs().add(1).to(dtype)
+    for placed in [
+        (S(0),) * len(shape),
+        (S(1),) * len(shape),
+        (S(0), S(1))[: len(shape)],
+        (R,) * (len(shape) - 1) + (S(1),),
+    ]:
+        check(Sample(aten.prod.default, (x,)), shape, [placed])
+        for dim in (0, 1):
+            check(Sample(aten.prod.dim_int, (x, dim)), shape, [placed])
+            check(Sample(aten.prod.dim_int, (x, dim, True), {"dtype": torch.float64}), shape, [placed])
+    check(Sample(aten.prod.default, (torch.ones(0, 3),)), shape, [(S(0),) * len(shape)])
