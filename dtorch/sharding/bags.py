@@ -52,6 +52,9 @@ def bag_backward(call: Call) -> Rule:
 
 @rule("_embedding_bag_per_sample_weights_backward")
 def bag_weights_backward(call: Call) -> Rule:
-    """A sum over the columns; linear in the gradient, and in the table."""
-    ins: tuple[Dims, ...] = (("", "d"), ("", "d"), *[untied(s.ndim) for s in call.specs[2:]])
-    return Rule(ins, (("",),), reduce={"d": "sum"}, flows=linear((0,), (1,)), why=_WHY)
+    """A sum over the columns, for each item by itself; linear in the gradient, and in the table."""
+    _, _, indices, offsets, bags = call.specs
+    # The items' bags are told (otherwise the kernel counts them, from the first item of the whole).
+    item = ("i",) if bags.numel and bags.shape == indices.shape else ("",)
+    ins: tuple[Dims, ...] = (("", "d"), ("", "d"), item, untied(offsets.ndim), item)
+    return Rule(ins, (item,), reduce={"d": "sum"}, flows=linear((0,), (1,)), why=_WHY)

@@ -166,6 +166,15 @@ def index_copy(call: Call) -> Rule:
     )
 
 
+@rule("index_reduce")
+def index_reduce(call: Call) -> Rule:
+    """Rows of self multiplied by, averaged or compared with rows of `source`: the other dims are free."""
+    x, index, source = call.specs
+    dim = call.arg("dim") % x.ndim if x.ndim else 0
+    tied = without(names(x.ndim), dim)
+    return Rule((tied, untied(index.ndim), tied if source.ndim == x.ndim else untied(source.ndim)), (tied,))
+
+
 @rule("take")
 def take(call: Call) -> Rule:
     """Self is indexed as if it were flat, so it must be whole; the index may be sharded."""

@@ -26,8 +26,9 @@ def scan(call: Call) -> Rule:
 @rule("searchsorted", "bucketize")
 def search(call: Call) -> Rule | None:
     """One row of boundaries for all values, or one per row of values."""
-    if len(call.specs) != 2:
-        return None  # a number is searched, or a sorter is given
+    sorter = call.arg("sorter") if call.stem == "searchsorted" else None
+    if len(call.specs) != (2 if sorter is None else 3):
+        return None  # a number is searched
     values = call.specs[0 if call.stem == "bucketize" else 1]
     boundaries = call.specs[1 if call.stem == "bucketize" else 0]
     tied = names(values.ndim)
@@ -35,6 +36,9 @@ def search(call: Call) -> Rule | None:
         tied = without(tied, values.ndim - 1)
     # Of sharded boundaries each rank counts those before a value: the counts add up.
     ins = ((*tied[:-1], "v") if boundaries.ndim > 1 else ("v",), tied)
+    if sorter is not None:  # says in which order the whole of the boundaries is read
+        row = without(ins[0], boundaries.ndim - 1)
+        return Rule((row, tied, row), (tied,))
     return Rule(ins[::-1] if call.stem == "bucketize" else ins, (tied,), reduce={"v": "sum"})
 
 
