@@ -106,8 +106,9 @@ def flat_outputs(result: Any, outs: tuple[OutLayout | None, ...]) -> list[Any]:
     return _flatten(result, [])
 
 
-def _empty_outputs(outs: tuple[OutLayout | None, ...], device: Device) -> list[Any]:
-    return [None if o is None else device.empty(o) for o in outs]
+def _zeros(layout: OutLayout | None, device: Device) -> torch.Tensor | None:
+    """What a rank with an empty piece has to add: nothing."""
+    return None if layout is None else device.empty(layout).zero_()
 
 
 def same_stride(t: torch.Tensor, layout: OutLayout) -> bool:
@@ -128,7 +129,7 @@ def compile_call(
 ) -> Callable[..., list[Any]]:
     """``f(a0, …, n0, …) -> outputs`` of one rank. `fixes` says which outputs want ``device.restride``."""
     if call.empty and not draws:
-        return lambda *_: _empty_outputs(call.outs, device)
+        return lambda *_: [_zeros(o, device) for o in call.outs]
     src = _Source(device)
     nums = [f"n{i}" for i in range(numbers)]
     head = ", ".join([*(f"a{i}" for i in range(inputs)), *nums])
@@ -197,7 +198,7 @@ def compile_plan(
         call, fix = calls[0], fixes[0]
         if call.empty and not plan.draws:
             lines += [
-                f"    S[Q[p + {1 + k}]] = {src.constant(device.empty)}({src.constant(call.outs[i])})"
+                f"    S[Q[p + {1 + k}]] = {src.constant(_zeros)}({src.constant(call.outs[i])}, {src.constant(device)})"
                 for k, i in enumerate(new)
             ]
             # Poison must still pass through an operator that has nothing to compute.

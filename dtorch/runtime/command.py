@@ -98,7 +98,7 @@ class LocalCall:
         pre: per input, a move that needs no communication, done before the call: None,
             ``("narrow", ((dim, start, length), …))``, or ``("zero", …)`` for zeros of the shape that gives.
         outs: layout of every output; None for an output that does not exist.
-        empty: every output is empty, so the kernel is not run at all.
+        empty: there is nothing to compute, so the kernel is not run at all: the outputs are zeros, or empty.
     """
 
     func: str

@@ -67,7 +67,7 @@ class LocalCall:
         func: "aten.add.Tensor", or "dtorch.<name>" for a function of :mod:`dtorch.executor.kernels`.
         args, kwargs: with In(i) for input i, and the call's Num objects or constants.
         pre: per input, the free move before the call; None where no input is moved.
-        empty: all outputs are empty: do not run the kernel, make empties of `outs`.
+        empty: nothing to compute: do not run the kernel, make zeros (most often, of no element) of `outs`.
         outs: local shape, stride and dtype per output; None for an undefined output. The stride is None where
             the global tensor is not dense (any will do).
     """
@@ -158,11 +158,30 @@ class _Classes:
             if type(p.tag) is str:
                 self.along.setdefault(p.tag, []).append(j)
         self.summed = [j for j, p in enumerate(picks) if SUM in p.outs]
+        # Sharded factors that all outputs without them sum over, and the longest dim that carries each: a rank with
+        # an empty piece of one adds nothing. (Kernels cannot be trusted with it: some leave what they should sum into
+        # as it was.) Where something else is added, or written, it is not nothing.
+        self.summing: list[tuple[int, list[int]]] = []
+        if not rule.addend and not call.sig.aliased:
+            for f, js in self.along.items():
+                kinds = rule.reduce.get(f)
+                each = kinds if type(kinds) is tuple else (kinds,) * len(rule.outs)
+                if kinds and all([d is None or f in d or k == "sum" for d, k in zip(rule.outs, each, strict=True)]):
+                    size, n = max(sizes_of(rule, call, f)), 1
+                    for j in js:
+                        n *= call.mesh.shape[j]
+                    if size <= n * n:  # two cuts of five rows into four leave some ranks none
+                        self.summing.append((size, js))
 
     def chains(self, coord: tuple[int, ...]) -> dict[str, tuple[tuple[int, int], ...]]:
         """Per sharded factor: (ranks, our index) along each mesh dim that shards it."""
         shape = self.call.mesh.shape
         return {f: tuple([(shape[j], coord[j]) for j in js]) for f, js in self.along.items()}
+
+    def sums_nothing(self, coord: tuple[int, ...]) -> bool:
+        """Whether a rank's piece of a factor that is summed over is empty, so that its share of the outputs is zero."""
+        shape = self.call.mesh.shape
+        return any([piece(size, tuple([(shape[j], coord[j]) for j in js]))[1] == 0 for size, js in self.summing])
 
     def group(self, *, offsets: bool, lead: bool) -> tuple[list[int], list[int]]:
         """(rank -> class, class -> its first rank)."""
@@ -245,7 +264,7 @@ def build(
                 func, args, kwargs = shared
             metas = _local_outs(rule, outs, classes, rank)
             # A random operator runs for an empty piece too: every rank's generator must pass as many draws.
-            empty = _all_empty(metas) and not always(call)
+            empty = (_all_empty(metas) or classes.sums_nothing(mesh.coordinates[rank])) and not always(call)
             pre = free.of(mesh.coordinates[rank]) if free else None
             calls.append(LocalCall(func, tuple(args), kwargs, pre, empty, metas))
         if asked_offset <= offsets and asked_lead <= lead:

@@ -65,7 +65,7 @@ def resolve(op: str) -> Callable[..., Any]:
 def run_local(local: LocalCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """What an executor does for one local call."""
     if local.empty:
-        return [None if m is None else torch.empty(m.shape, dtype=m.dtype) for m in local.outs]
+        return [None if m is None else torch.zeros(m.shape, dtype=m.dtype) for m in local.outs]
     moved = list(tensors)
     for i, pre in enumerate(local.pre or ()):
         if pre is None:

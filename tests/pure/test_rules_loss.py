@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtorch.sharding.plan import Plan
 from dtorch.sharding.rule import Recipe
 
 from .harness import P, R, S, Sample, SimTensor, check, check_all, mesh_of, sweep
@@ -107,3 +108,16 @@ def test_cross_entropy_and_its_gradient(placed: tuple[object, ...]) -> None:
         loss.backward()
     torch.testing.assert_close(loss.full(), torch.nn.functional.cross_entropy(x, target))  # type: ignore[attr-defined]
     torch.testing.assert_close(got.grad.full(), want.grad)  # type: ignore[union-attr]
+
+
+def test_a_rank_without_samples_adds_nothing_to_a_sum() -> None:
+    """torch's margin losses leave the sum over no samples as the memory was: an empty piece is not run at all."""
+    x, classes, sets = torch.randn(5, 7, dtype=torch.float64), torch.randint(0, 7, (5,)), torch.randint(0, 7, (5, 7))
+    for sample in (
+        Sample(aten.multi_margin_loss.default, (x, classes, 1, 1.0, None, 1)),
+        Sample(aten.multilabel_margin_loss_forward.default, (x, sets, 2)),
+    ):
+        plan = check(sample, (4,), [(S(0),), (S(0),)])
+        assert isinstance(plan, Plan)
+        assert [plan.calls[w].empty for w in plan.which][:3] == [False, False, False]  # 2, 2, 1 and no samples
+        assert plan.calls[plan.which[3]].empty
