@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,10 @@ __all__ = [
     "default_device_mesh",
     "device_mesh",
     "placements_guard",
+    "reset_device_mesh",
     "routed_mesh",
     "routed_placements",
+    "set_device_mesh",
 ]
 
 _mesh: ContextVar[DeviceMesh | None] = ContextVar("dtorch_mesh", default=None)
@@ -50,6 +52,17 @@ def routed_placements() -> Sequence[Any] | None:
 def default_device_mesh() -> DeviceMesh:
     """Where a tensor is made when nothing is said: the mesh of the innermost guard, else one CPU."""
     return _mesh.get() or Graph.default_graph().default_device_mesh
+
+
+def set_device_mesh(mesh: DeviceMesh) -> Token[DeviceMesh | None]:
+    """Make `mesh` the default mesh of this context; what :func:`reset_device_mesh` needs to undo that."""
+    return _mesh.set(mesh)
+
+
+def reset_device_mesh(token: Token[DeviceMesh | None]) -> None:
+    """Undo a :func:`set_device_mesh`. Of a context that has ended with its task there is nothing to undo."""
+    with contextlib.suppress(ValueError):
+        _mesh.reset(token)
 
 
 @contextlib.contextmanager

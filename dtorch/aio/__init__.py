@@ -18,21 +18,23 @@ from typing import Any
 
 # name -> module that defines it
 _NAMES: dict[str, str] = {
-    **dict.fromkeys(["lifespan", "open", "strict"], "lifetime"),
+    **dict.fromkeys(["Session", "lifespan", "open", "strict"], "lifetime"),
     **dict.fromkeys(["as_completed", "gather"], "collecting"),
     **dict.fromkeys(
         [
             "allclose",
             "argwhere",
             "bincount",
-            "combinations",
+            "call",
             "equal",
             "histogramdd",
             "index",
+            "index_put_",
             "item",
             "masked_select",
             "nonzero",
             "numpy",
+            "one_hot",
             "repeat_interleave",
             "tolist",
             "unique",

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-from contextvars import ContextVar
 from types import CodeType, FrameType
 
 from ..errors import BlockingCallError, BlockingCallWarning
+from .ambient import Ambient
 from .failures import site_of, user_frame
 from .waiting import in_event_loop
 
 __all__ = ["on_block", "strict"]
 
-strict: ContextVar[bool] = ContextVar("dtorch_strict", default=False)
+strict: Ambient[bool] = Ambient("dtorch_strict", False)
 """Whether a blocking call inside a running event loop is an error in this context."""
 
 # Function of dtorch that the user called -> what to write instead.
@@ -49,15 +49,17 @@ _INSTEAD = {
 # Operators whose result's shape, or whose result, is known with the values of its inputs only -> what to write instead.
 _OPERATORS = {
     "_local_scalar_dense": ("item", "(await t).item()"),
-    "equal": ("equal", "torch.equal(await a, await b)"),
-    "allclose": ("allclose", "torch.allclose(await a, await b)"),
-    "_histogramdd_bin_edges": ("histogramdd", "torch.histogramdd(await t, …)"),
+    "equal": ("equal", "await dtorch.aio.equal(a, b)"),
+    "allclose": ("allclose", "await dtorch.aio.allclose(a, b)"),
+    "_histogramdd_bin_edges": ("histogramdd", "await dtorch.aio.histogramdd(t, …)"),
     "repeat_interleave": ("repeat_interleave", "t.repeat_interleave(await repeats)"),
     "index": ("t[mask]", "t[await mask]"),
     "index_put": ("t[mask] = value", "t[await mask] = value"),
-    "_unique2": ("unique", "torch.unique(await t, …)"),
-    "unique_dim": ("unique", "torch.unique(await t, …)"),
+    "_unique2": ("unique", "await dtorch.aio.unique(t, …)"),
+    "unique_dim": ("unique", "await dtorch.aio.unique(t, …)"),
 }
+# Those among them with an awaitable form of their own name.
+_AWAITABLE = frozenset("argwhere bincount masked_select nonzero unique_consecutive".split())
 # The functions of dtorch that run them; each has the operator as `func`.
 _RUNNERS = frozenset({"_on_client", "_item", "_equal", "_masked", "verdict"})
 _told: set[tuple[CodeType, int]] = set()
@@ -104,7 +106,9 @@ def _called(user: FrameType) -> tuple[str, str]:
 
 def _operator(stem: str) -> tuple[str, str]:
     """The call of the operator `stem`, and what to write instead."""
-    name, instead = _OPERATORS.get(stem.removeprefix("_unsafe_").rstrip("_"), (stem, f"torch.{stem}(await t, …)"))
+    stem = stem.removeprefix("_unsafe_").rstrip("_")
+    form = f"await dtorch.aio.{stem}(t, …)" if stem in _AWAITABLE else f"await dtorch.aio.call(torch.{stem}, t, …)"
+    name, instead = _OPERATORS.get(stem, (stem, form))
     return (name if "[" in name else f"{name}()"), instead
 
 

@@ -49,9 +49,9 @@ from .scheduler import Pressure
 from .shared import DEAD, EXECUTOR_READ, EXECUTOR_UPLOADED, executor_line
 from .slots import Slots
 from .values import Values
-from .waiting import Waiting, in_event_loop
+from .waiting import Waiting, in_event_loop, in_flight
 
-__all__ = ["Client", "client", "close", "current_client", "on_close"]
+__all__ = ["Client", "client", "close", "current_client", "detach", "on_close"]
 
 log = logging.getLogger("dtorch")
 
@@ -81,7 +81,7 @@ class Client:
             self.state,
             on_wake=self.look,
             on_block=self._on_block,
-            over_bound=lambda: self.writer.pressure() is not Pressure.NONE,
+            over_bound=self.over_bound,
         )
         self.writer = Writer(self.state, self.config, in_loop=in_event_loop, while_waiting=self.check)
         self.failures = Failures(self)
@@ -346,6 +346,14 @@ class Client:
         if not self.blocking:
             on_block()
 
+    def over_bound(self) -> bool:
+        """Whether more commands are in flight than this context allows. Executors that lag are woken then."""
+        bound = in_flight.get()
+        if bound is None or self.writer.behind() < bound:
+            return self.writer.pressure() is not Pressure.NONE
+        self.writer.wake(self.writer.readers, sync=True)
+        return True
+
     def wait_here(self) -> None:
         """``DTORCH_BLOCKING=1``: wait for all that was issued, and fail where it stands."""
         self.values.sync().get()
@@ -431,12 +439,18 @@ def current_client() -> Client | None:
     return _current
 
 
-def close() -> None:
-    """End the pool in use; the next use starts a fresh one."""
+def detach() -> Client | None:
+    """Take the pool in use, if any, out of use: the caller closes it, and the next use starts a fresh one."""
     global _current
     found, _current = _current, None
     for callback in _closing:
         callback()
+    return found
+
+
+def close() -> None:
+    """End the pool in use; the next use starts a fresh one."""
+    found = detach()
     stop_early()
     if found is not None:
         found.close()

@@ -202,6 +202,8 @@ class UploadPlan:
     # per rank: ((start, length) per dim) of the piece it takes; None for zeros of the given local shape
     regions: tuple[tuple[tuple[int, int], ...], ...]
     strides: tuple[tuple[int, ...] | None, ...]
+    # per rank, where the value is all ranks' pieces one after the other, flat: the shape of its piece
+    pieces: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,16 @@ Awaits of others (``asyncio.sleep``) inside such a block are beyond reach; torch
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import types
+from collections.abc import Awaitable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Modes", "Suspended", "adopt", "current", "resume", "suspend"]
+__all__ = ["Modes", "Suspended", "adopt", "carry", "current", "resume", "suspend", "under"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -110,3 +113,49 @@ def _apply(modes: Modes) -> None:
     elif torch._C._is_any_autocast_enabled():
         for device in _DEVICE_TYPES:
             torch.set_autocast_enabled(device, False)
+
+
+@types.coroutine
+def carry(awaitable: Awaitable[Any], wanted: Modes) -> Generator[Any, Any, Any]:
+    """Await `awaitable` under the modes `wanted`, and nothing else of the loop: they are down whenever it suspends,
+    in awaits of others too."""
+    own, guard = current(), None
+    if wanted.inference != own.inference:
+        guard = torch._C._InferenceMode(wanted.inference)
+        guard.__enter__()
+    _apply(wanted)
+    try:
+        steps = awaitable.__await__()
+        sent: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                if error is not None:
+                    yielded = steps.throw(error)
+                else:
+                    yielded = next(steps) if sent is None else steps.send(sent)
+            except StopIteration as stop:
+                return stop.value
+            suspended = suspend()
+            try:
+                sent, error = (yield yielded), None
+            except BaseException as thrown:  # a cancellation, and the end of the loop: for the awaitable to see
+                error = thrown
+            finally:
+                resume(suspended)
+    finally:
+        if guard is not None:
+            guard.__exit__(None, None, None)
+        _apply(own)
+
+
+@contextlib.contextmanager
+def under(wanted: Modes) -> Iterator[None]:
+    """The modes `wanted` for a piece of code that does not suspend, in a helper thread, say."""
+    with torch.inference_mode(wanted.inference) if wanted.inference else contextlib.nullcontext():
+        before = current()
+        _apply(wanted)
+        try:
+            yield
+        finally:
+            _apply(before)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +24,10 @@ from .refs import Plan, next_ref, ref_type
 if TYPE_CHECKING:
     from .._tensor import Tensor
 
-__all__ = ["fetch", "lift", "plain_torch", "redistribute", "redistribute_many", "replicated", "to_plain"]
+__all__ = ["fetch", "known", "lift", "plain_torch", "redistribute", "redistribute_many", "replicated", "to_plain"]
 
+# ref → value that was fetched already, for calls that would fetch it: see known().
+_known: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dtorch_known", default=None)
 _constants: dict[Any, Any] = {}
 _CONSTANTS = 4096
 
@@ -167,10 +171,22 @@ def plain_torch() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
+@contextlib.contextmanager
+def known(values: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, a call that needs the value of one of these refs takes it as given here and does not wait for it."""
+    token = _known.set(values)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
 def to_plain(value: Any, cls: type) -> Any:
     """`value` with the global values of its proxies in their place; waits."""
     if type(value) is cls:
-        return fetch(value).get()
+        known = _known.get()
+        found = known.get(value._ref) if known else None
+        return fetch(value).get() if found is None else found
     if type(value) is list or type(value) is tuple:
         return type(value)(to_plain(v, cls) for v in value)
     return value

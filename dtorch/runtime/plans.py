@@ -149,10 +149,12 @@ def _refuse_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _one_element(value: Any) -> Any:
-    """`value` with a tensor of one element in the place of each spec."""
+    """`value` with a tensor of at most one element in the place of each spec."""
     t = type(value)
     if t is TensorSpec:
-        return torch.empty_strided((1,) * value.ndim, (1,) * value.ndim, dtype=value.dtype).fill_(1)
+        # A dim of size 0 stays one: cat takes an empty vector for a tensor of any dims.
+        shape = tuple(min(n, 1) for n in value.shape)
+        return torch.empty_strided(shape, (1,) * value.ndim, dtype=value.dtype).fill_(1)
     if t is list or t is tuple:
         return t(_one_element(v) for v in value)
     return value

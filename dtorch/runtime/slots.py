@@ -131,6 +131,19 @@ class Slots:
             on_arrival()
         return left
 
+    def in_use(self) -> int:
+        """How many values are asked for that have not arrived, or been taken."""
+        with self._lock:
+            return self._used - len(self._free) - len(self._returned) - len(self._tombstones)
+
+    def glance(self) -> None:
+        """Free some of what has been answered by now; in the time of a few looks."""
+        if self._returned or self._tombstones:
+            with self._lock:
+                due = self._take_back(_GLANCE)
+            for on_arrival in due:
+                on_arrival()
+
     def _take_back(self, old: int) -> list[Callable[[], None]]:
         """Look at all that was given back since, and at `old` of the tombstones; the callbacks of those answered."""
         for _ in range(min(old, len(self._tombstones))):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ class Values:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._uploads: dict[TensorSpec, Plan] = {}
+        self._piecewise: dict[TensorSpec, Plan] = {}
         self._fetches: dict[Any, Plan] = {}
         # (place in the ring, block) of uploads that some executor may not have taken yet, oldest first
         self._in_upload: deque[tuple[int, Any]] = deque()
@@ -41,35 +44,56 @@ class Values:
         plan = self._uploads.get(spec)
         if plan is None:
             plan = self._define_upload(spec)
-        ref = ref_type(spec)(next_ref())
         if spec.numel == 0:
-            self._client.issue(plan, (ref, 0))
-            return ref
-        self.reclaim()
-        nbytes = spec.numel * spec.dtype.itemsize
-        block = self._client.arena.alloc(nbytes)
+            return self._send(plan, spec, None)
+        block = self._block(spec.numel, spec.dtype)
         stride = contiguous_stride(spec.shape)
         self._client.arena.view(block, spec.dtype, spec.shape, stride).copy_(value.detach())
-        self._in_upload.append((self._client.issue(plan, (ref, block.offset)), block))
+        return self._send(plan, spec, block)
+
+    def upload_pieces(self, pieces: Sequence[torch.Tensor], spec: TensorSpec) -> Ref:
+        """Copy each rank's piece (a plain CPU tensor of its local shape), whatever the placements, Partial too."""
+        plan = self._piecewise.get(spec)
+        if plan is None:
+            plan = self._define_upload(spec, tuple(tuple(p.shape) for p in pieces))
+        counts = [p.numel() for p in pieces]
+        if not any(counts):
+            return self._send(plan, spec, None)
+        block = self._block(sum(counts), spec.dtype)
+        flat = self._client.arena.view(block, spec.dtype, (sum(counts),), (1,))
+        for to, piece in zip(flat.split(counts), pieces, strict=True):
+            to.view(piece.shape).copy_(piece.detach())
+        return self._send(plan, spec, block)
+
+    def _block(self, numel: int, dtype: torch.dtype) -> Any:
+        self.reclaim()
+        return self._client.arena.alloc(numel * dtype.itemsize)
+
+    def _send(self, plan: Plan, spec: TensorSpec, block: Any) -> Ref:
+        """Issue an upload of what lies in `block`, or of nothing."""
+        ref = ref_type(spec)(next_ref())
+        at = self._client.issue(plan, (ref, 0 if block is None else block.offset))
+        if block is not None:
+            self._in_upload.append((at, block))
         return ref
 
-    def _define_upload(self, spec: TensorSpec) -> Plan:
+    def _define_upload(self, spec: TensorSpec, pieces: tuple[tuple[int, ...], ...] | None = None) -> Plan:
         mesh, _, executors = self._client.mesh(spec.mesh)
         ranks = range(spec.mesh.nranks)
         plan = Plan(self._client.plan_id(), "2Q", executors)
+        if pieces is None:
+            shape, regions = spec.shape, tuple(spec.region(r) for r in ranks)
+            strides = tuple(spec.local_stride(r) for r in ranks)
+        else:
+            counts = [math.prod(p) for p in pieces]
+            starts = itertools.accumulate(counts, initial=0)
+            shape, strides = (sum(counts),), (None,) * len(pieces)
+            regions = tuple(((start, n),) for start, n in zip(starts, counts, strict=False))
         self._client.send(
-            UploadPlan(
-                plan.id,
-                mesh,
-                spec.shape,
-                contiguous_stride(spec.shape),
-                spec.dtype,
-                tuple(spec.region(r) for r in ranks),
-                tuple(spec.local_stride(r) for r in ranks),
-            )
+            UploadPlan(plan.id, mesh, shape, contiguous_stride(shape), spec.dtype, regions, strides, pieces)
         )
         self._client.pool.name_plan(plan.id, f"an upload of {spec.describe()}")
-        self._uploads[spec] = plan
+        (self._uploads if pieces is None else self._piecewise)[spec] = plan
         return plan
 
     def reclaim(self) -> None:

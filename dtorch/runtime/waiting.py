@@ -32,9 +32,10 @@ from collections.abc import Callable
 import anyio
 import anyio.lowlevel
 
+from .ambient import Ambient
 from .shared import DEAD, WAITING, SharedState
 
-__all__ = ["Ready", "Waiting", "in_event_loop"]
+__all__ = ["Ready", "Waiting", "in_event_loop", "in_flight"]
 
 Ready = Callable[[], bool]
 
@@ -42,6 +43,10 @@ _YIELDS = 20  # of the core, before a thread sleeps
 _PASSES = 20  # through an otherwise idle event loop, before it sleeps
 _RECHECK = 0.2  # seconds any sleep is limited to
 _THROTTLE = 0.002  # seconds between looks at the run-ahead bound
+
+
+in_flight: Ambient[int | None] = Ambient("dtorch_in_flight", None)
+"""How many commands may be in flight before an await of this context pauses; ``None``: the pool's soft bound."""
 
 
 def in_event_loop() -> bool:
@@ -71,6 +76,8 @@ class Waiting:
         on_wake: called in the waiter's thread before it looks again; for draining replies.
         on_block: called when a thread is about to wait for something that is not ready; may warn or raise.
         over_bound: whether run-ahead is past the soft bound; waits last until it is not.
+        pauses: how often an await has lasted longer because of that.
+        pausing: how many of them do now.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Waiting:
         self.on_wake = on_wake
         self.on_block = on_block
         self.over_bound = over_bound
+        self.pauses = self.pausing = 0
         self._control = state.control
         self._state = state
         self._lock = threading.Lock()
@@ -125,9 +133,20 @@ class Waiting:
                 await self._asyncio_hub().wait(ready)
             else:
                 await self._anyio_hub().wait(self, ready)
-        # Executors do not tell how far they are, so this is looked at from time to time.
-        while self._throttled():  # noqa: ASYNC110
-            await anyio.sleep(_THROTTLE)
+        await self.pause()
+
+    async def pause(self) -> None:
+        """Suspend the calling task while run-ahead is over its bound."""
+        if not self._throttled():
+            return
+        self.pauses += 1
+        self.pausing += 1
+        try:
+            # Executors do not tell how far they are, so this is looked at from time to time.
+            while self._throttled():  # noqa: ASYNC110
+                await anyio.sleep(_THROTTLE)
+        finally:
+            self.pausing -= 1
 
     def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
         """Call `callback` once, when ``ready()``: from the running asyncio loop, else from a helper thread."""
