@@ -5,9 +5,9 @@
     python examples/train_gpt.py --tp 2              # every weight matrix cut in two
     python examples/train_gpt.py --dp 2 --tp 2       # both
 
-A plain script: no launcher, no rank, no `if __name__ == "__main__"`. It reads the Python standard library's own
-source files, real text on every machine; `--data FILE` takes any other. With one seed, all meshes draw the same
-loss curve, dropout and all.
+A plain script: no launcher, no rank, no `if __name__ == "__main__"`; and a model in plain PyTorch (gpt.py). It reads
+the Python standard library's own source files, real text on every machine; `--data FILE` takes any other. With one
+seed, all meshes draw the same loss curve, dropout and all.
 """
 
 from __future__ import annotations
@@ -16,74 +16,17 @@ import argparse
 import importlib.util
 import math
 import sys
-import sysconfig
 import time
 from collections import deque
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from gpt import GPT, PLAN, batches, read_text, save
 
 import dtorch
-from dtorch import Replicate, Shard, nn
-from dtorch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-F = nn.functional
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block: causal self-attention, then a multilayer perceptron."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, time, width = x.shape
-        # Head by head, so that cutting the rows of the weight cuts the heads.
-        qkv = self.qkv(self.norm1(x)).view(batch, time, self.heads, -1).transpose(1, 2)
-        q, k, v = qkv.chunk(3, dim=-1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.proj(y.transpose(1, 2).reshape(batch, time, width)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-class GPT(nn.Module):
-    """Decoder-only transformer over bytes; logits are [batch, time, 256]."""
-
-    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
-        super().__init__()
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256)
-        # Small enough that the blocks are heard beside the embeddings from the first step.
-        nn.init.normal_(self.token.weight, std=0.1)
-        nn.init.normal_(self.position.weight, std=0.1)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.dropout(self.token(tokens) + self.position.weight[: tokens.shape[1]])
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-# How tensor parallelism cuts each matrix: the first of a pair by columns, the second by rows.
-PLAN = {
-    "blocks.*.qkv": ColwiseParallel(),
-    "blocks.*.proj": RowwiseParallel(),
-    "blocks.*.up": ColwiseParallel(),
-    "blocks.*.down": RowwiseParallel(),
-    "head": ColwiseParallel(output_layouts=Replicate()),
-}
+from dtorch import Replicate, Shard
+from dtorch.distributed.tensor.parallel import parallelize_module
 
 
 class Progress:
@@ -104,25 +47,6 @@ class Progress:
             f"{'█' * done}{'·' * (30 - done)} step {step}/{self.steps}  loss {loss:.3f} nats/byte  {rate:,.0f} tokens/s"
         )
         print(f"\r{line}" if self.live else line, end="\n" if last or not self.live else "", flush=True)
-
-
-def read_text(path: str | None) -> torch.Tensor:
-    """The training text as bytes, int64[n]."""
-    if path:
-        text = Path(path).read_bytes()
-    else:
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        text = b"\n".join(f.read_bytes() for f in sorted(stdlib.glob("*.py")))
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
-
-
-def batches(text: torch.Tensor, size: int, context: int, seed: int):
-    """Endless (inputs, targets), each int64[size, context], from a generator of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(text) - context, (size,), generator=generator)
-        rows = text[starts[:, None] + torch.arange(context + 1)]
-        yield rows[:, :-1], rows[:, 1:]
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -211,6 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--plot", default="train_gpt.png", metavar="PNG", help="where the loss curve goes ('' for nowhere)"
     )
+    parser.add_argument("--save", metavar="FILE", help="write a checkpoint there; serve_generate.py takes it")
     parser.add_argument("--losses", metavar="FILE", help="write every loss there, one a line, in full precision")
     return parser.parse_args()
 
@@ -232,6 +157,8 @@ print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,}
 losses = train(model, mesh, text, args)
 if args.losses:
     Path(args.losses).write_text("".join(f"{loss!r}\n" for loss in losses))
+if args.save:
+    save(model, args.save)
 if args.plot:
     plot(losses, args.plot, f"dp={args.dp} tp={args.tp} {args.dtype}")
 if args.sample:
