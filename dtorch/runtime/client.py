@@ -115,7 +115,10 @@ class Client:
         with self._lock:
             if n <= self._cpus:
                 return
-            self._add(range(self._cpus, n), n)
+            new = range(self._cpus, n)
+            self._add(new, n)
+            if not self._cpus:
+                self._seed_first(new)
             self._cpus = n
             self.send(Threads(self.pool.threads_for(n)))
 
@@ -128,9 +131,14 @@ class Client:
             first = all(e < self.accelerators for e in self.writer.readers)
             self.arena.keep(self.config.pinned_bytes)
             self._add(new, self._cpus)
-            if first and self.draws.seeded is not None:
-                self.send(Seed(self.draws.seeded, tuple(new)))
-                self.draws.add(new, seeded=True)
+            if first:
+                self._seed_first(new)
+
+    def _seed_first(self, new: Sequence[int]) -> None:
+        """Executors `new` are the first of their kind: no other's generator stands where theirs should."""
+        if self.draws.seeded is not None:
+            self.send(Seed(self.draws.seeded, tuple(new)))
+            self.draws.add(new, seeded=True)
 
     def _add(self, new: Sequence[int], n: int) -> None:
         """Have executors `new` read the ring and started; `n` are CPUs' then."""
@@ -430,7 +438,7 @@ def client() -> Client:
             _current = Client()
             if torch.initial_seed() != _UNSEEDED:
                 # torch.manual_seed was called before there was anything of dtorch's to seed.
-                _current.draws.seed(torch.initial_seed())
+                _current.draws.start_from(torch.initial_seed())
         return _current
 
 

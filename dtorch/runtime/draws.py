@@ -48,6 +48,11 @@ class Draws:
             newest = self._newest[e >= self._client.accelerators]
             self._versions[e] = newest if seeded else -1 if newest else 0
 
+    def start_from(self, seed: int) -> None:
+        """Executors, of which there are none yet, start from `seed`."""
+        self.seeded, self._latest = seed, 1
+        self._newest = dict.fromkeys(self._newest, 1)
+
     def seed(self, seed: int) -> None:
         """Every generator starts again from `seed`."""
         self._client.ensure(1)
