@@ -312,8 +312,10 @@ def from_local(
             )
             if not torch.equal(first.setdefault(coordinate, piece), piece):
                 raise ValueError(f"from_local(run_check=True): rank {rank} differs from the rank it should replicate")
-    copies = [p.contiguous() for p in pieces]
-    return _from_function(lambda rank: copies[rank], mesh, placed, whole, spec.dtype)
+    made = wrap(spec, client().values.upload_pieces(pieces, spec))
+    if client().blocking:
+        client().wait_here()
+    return made
 
 
 def _from_function(

@@ -240,7 +240,7 @@ class Interpreter:
 
         def piece(src: torch.Tensor | None, rank: int) -> torch.Tensor:
             region, stride = m.regions[rank], m.strides[rank]
-            shape = tuple(n for _, n in region)
+            shape = tuple(n for _, n in region) if m.pieces is None else m.pieces[rank]
             out = (
                 torch.empty(shape, dtype=m.dtype)
                 if stride is None
@@ -249,7 +249,7 @@ class Interpreter:
             if src is not None and out.numel():
                 for d, (start, n) in enumerate(region):
                     src = src.narrow(d, start, n)
-                out.copy_(src)
+                out.copy_(src.view(shape) if m.pieces is not None else src)
             return out
 
         def run(p: int) -> None:

@@ -155,7 +155,7 @@ class Transfers:
             out: list[Tensor] = []
             for rank in ranks:
                 region, stride = m.regions[rank], m.strides[rank]
-                shape = tuple(n for _, n in region)
+                shape = tuple(n for _, n in region) if m.pieces is None else m.pieces[rank]
                 local = self._streams.empty((shape, stride, m.dtype))
                 if not empty and local.numel():
                     if region not in made:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dtorch
+from dtorch import Placement
 from dtorch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtorch.distributed.tensor import (
     DTensor,
@@ -140,3 +141,23 @@ def test_metadata_follows_a_plain_tensor(mesh: DeviceMesh) -> None:
     assert (t.stride(), t.ndim, t.numel(), t.dtype) == ((2, 1), 2, 16, torch.float32)
     assert t.device.type == "cpu"
     assert (t.device_mesh, t.placements) == (mesh, (Shard(0),))
+
+
+@pytest.mark.parametrize(
+    "placements", [[Shard(0), Partial()], [Shard(1), Shard(0)], [Partial("max"), Replicate()]], ids=str
+)
+def test_from_local_keeps_the_pieces_of_every_rank(placements: list[Placement]) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2, 2))
+    like = dtorch.distribute_tensor(torch.zeros(5, 3), mesh, placements)
+    pieces = [torch.randn(like.to_local(r).shape[::-1]).T for r in range(4)]  # not contiguous
+    if placements[1] == Replicate():
+        pieces[1], pieces[3] = pieces[0], pieces[2]
+    t = dtorch.from_local(pieces, mesh, placements, shape=(5, 3))
+    for rank, piece in enumerate(pieces):
+        assert torch.equal(t.to_local(rank), piece)
+
+
+def test_from_local_takes_pieces_larger_than_a_command_may_be() -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    pieces = [torch.full((9_000_000,), float(r + 1)) for r in range(2)]
+    assert dtorch.from_local(pieces, mesh, [Partial()]).sum().item() == 27_000_000
