@@ -136,7 +136,8 @@ def window(call: Call) -> Rule | None:
     if len(call.specs) != 1 or out is None:
         return None
     lead = names(x.ndim - spatial)
-    moves = any(k in call.stem for k in _LINEAR)
+    # Integers are rounded.
+    moves = x.dtype.is_floating_point and any(k in call.stem for k in _LINEAR)
     dims = (*lead, *untied(spatial))
     return Rule((dims,), (dims,) * len(call.outs), flows=linear((0,)) if moves else (), why=_WHY)
 

@@ -6,7 +6,7 @@ Partial too, so that it counts once.
 
 from __future__ import annotations
 
-from .rule import Call, Dims, Rule, einsum, linear, names, rule, untied
+from .rule import Call, Dims, Rule, einsum, is_positive, linear, names, partials, rule, untied
 
 __all__: list[str] = []
 
@@ -48,11 +48,12 @@ def added(call: Call) -> Rule | None:
     assert out is not None
     bias = broadcast_dims(call.specs[0].shape, call.outs[0].shape, out)  # type: ignore[union-attr]
     batched = call.stem == "addbmm"
+    ordered = is_positive(call.arg("beta", 1)) and not call.specs[0].dtype.is_complex
     return Rule(
         (bias, *base.ins),
         base.outs,
         reduce=_SUMMED_BATCH if batched else _SUMMED,
-        flows=linear((0, 1), (0, 2)),
+        flows=linear((0, 1), (0, 2)) + (partials(("max", "min"), (0,)) if ordered else ()),
         addend=frozenset({0}),
     )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -282,12 +282,23 @@ def find(call: Call) -> Rule | Recipe | Each | None:
         return None
     entry = _entries.get(call.sig.stem)
     if entry is not None:
-        return entry.make(call)
+        return _rounding(entry.make(call), call)
     for make in _fallbacks:
         found = make(call)
         if found is not None:
-            return found
+            return _rounding(found, call)
     return None
+
+
+def _rounding(found: Rule | Recipe | Each | None, call: Call) -> Rule | Recipe | Each | None:
+    """An average of integers is rounded: what is computed of the summands would be rounded later, and differently."""
+    if type(found) is not Rule or not any([s.is_partial for s in call.specs]) or call.sig.stem in ("fill", "zero"):
+        return found
+    whole = frozenset([i for i, s in enumerate(call.specs) if not (s.dtype.is_floating_point or s.dtype.is_complex)])
+    if whole and any([f.op == "avg" and f.out != "same" and f.ins & whole for f in found.flows]):
+        kept = tuple([f for f in found.flows if f.op != "avg" or f.out == "same" or not f.ins & whole])
+        return replace(found, flows=kept)
+    return found
 
 
 def always(call: Call) -> bool:

@@ -7,7 +7,7 @@ The proof itself is :mod:`dtorch.testing`, which users have for rules of their o
 
 * :func:`check` proves one call on one mesh with given placements.
 * :func:`sweep` proves many: for every sample and mesh, the combinations the rule calls legal.
-* :func:`discover` runs the other way: which combinations combine although no rule allows them?
+* :mod:`.discovery` runs the other way: which combinations combine although no rule allows them?
 * :class:`SimTensor` is a whole dtorch in one process: recipes and small models run on it.
 """
 
@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtorch.errors import PlacementError
 from dtorch.placement import Partial, Placement, Replicate, Shard
-from dtorch.sharding.propagate import propagate
 from dtorch.sharding.rule import OutMeta, Rule, find
 from dtorch.testing.pieces import Mismatch, Placements, combine, distribute, same
 from dtorch.testing.plans import (
@@ -64,7 +63,6 @@ __all__ = [
     "check",
     "check_all",
     "combine",
-    "discover",
     "distribute",
     "every",
     "flat_outputs",
@@ -278,55 +276,6 @@ def capture(
 
 
 # ---- discovery --------------------------------------------------------------------------------------
-
-
-def _combines(sample: Sample, combo: tuple[Placement, ...], n: int, truth: list[Any]) -> list[set[Placement]] | None:
-    """Placements of each output under which the raw pieces combine, for two random draws."""
-    found: list[set[Placement]] | None = None
-    for seed in (1, 2):
-        g = torch.Generator().manual_seed(seed)
-        pieces = [distribute(t, (p,), (n,), g) for t, p in zip(sample.tensors(), combo, strict=True)]
-        results = []
-        for rank in range(n):
-            source = iter([p[rank].clone(memory_format=torch.contiguous_format) for p in pieces])
-            args, kwargs = tree_map(
-                lambda x, s=source: next(s) if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs)
-            )
-            try:
-                results.append(flat_outputs(sample.func(*args, **kwargs)))
-            except Exception:
-                return None
-        now = []
-        for o, want in enumerate(truth):
-            good: set[Placement] = set()
-            if want is not None:
-                for p in (R, *[S(d) for d in range(want.ndim)], *[P(k) for k in ("sum", "avg", "max", "min")]):
-                    try:
-                        if same(combine([r[o] for r in results], (p,), (n,)), want):
-                            good.add(p)
-                    except Exception:
-                        continue
-            now.append(good)
-        found = now if found is None else [a & b for a, b in zip(found, now, strict=True)]
-    return found if found and all(f for f, t in zip(found, truth, strict=True) if t is not None) else None
-
-
-def discover(sample: Sample, *, n: int = 2, kinds: Sequence[str] = ("sum",), cap: int = 120) -> list[tuple[Any, Any]]:
-    """Combinations that combine although propagate refuses them: (inputs, outputs).
-
-    Runs in a forked child in blocks, because kernels given inconsistent pieces can kill their process.
-    """
-    truth = whole(sample)
-    combos = [c for c in every(sample, kinds) if any(p != R for p in c)]
-    if len(combos) > cap:
-        combos = random.Random(0).sample(combos, cap)
-    refused = []
-    for combo in combos:
-        try:
-            propagate(make_call(sample, (n,), [(p,) for p in combo]))
-        except PlacementError:
-            refused.append(combo)
-    return _in_child(lambda cs: [(c, f) for c in cs if (f := _combines(sample, c, n, truth))], refused)
 
 
 def _in_child(work: Callable[[list[Any]], list[Any]], items: list[Any]) -> list[Any]:

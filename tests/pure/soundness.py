@@ -67,6 +67,17 @@ def _draws(sample: Sample, seed: int) -> list[Sample]:
     return found
 
 
+def _mixed(samples: list[Sample]) -> list[Sample]:
+    """The samples in an order in which dtypes take turns."""
+    turn: Counter[torch.dtype] = Counter()
+    keyed = []
+    for i, s in enumerate(samples):
+        dtype = s.tensors()[0].dtype
+        keyed.append((turn[dtype], i, s))
+        turn[dtype] += 1
+    return [s for _, _, s in sorted(keyed, key=lambda k: k[:2])]
+
+
 def prove(
     samples: dict[str, list[Sample]],
     *,
@@ -87,7 +98,7 @@ def prove(
                         found.append(sweep([s], meshes=meshes, cap=cap, variants=2, seed=seed))
         return found
 
-    items = [s for every in samples.values() for s in every[:per_overload]]
+    items = [s for every in samples.values() for s in _mixed(every)[:per_overload]]
     for i in range(0, len(items), CHUNK):
         for report in in_child(work, items[i : i + CHUNK], seconds=300):
             counts.checks.update(report.checked)

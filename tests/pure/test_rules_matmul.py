@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtorch.errors import PlacementError
 from dtorch.sharding.propagate import Plan, propagate
 from dtorch.sharding.rule import signature
 
-from .harness import WIDE, P, R, S, Sample, capture, check_all, discover, make_call, sweep
+from .discovery import discover
+from .harness import WIDE, P, R, S, Sample, capture, check_all, make_call, sweep
 
 aten = torch.ops.aten
 OPS = frozenset("mm bmm mv dot vdot outer ger addmm baddbmm addmv addbmm addr matmul linalg.multi_dot einsum".split())
@@ -69,9 +71,25 @@ def test_op_db_samples_combine() -> None:
 
 def test_nothing_that_combines_is_missing() -> None:
     """Discovery, on distinct dims of at least 3 so that coincidences do not look like rules."""
-    assert discover(Sample(aten.mm.default, (rn(5, 3), rn(3, 4)))) == []
-    assert discover(Sample(aten.bmm.default, (rn(4, 5, 3), rn(4, 3, 6)))) == []
-    assert discover(Sample(aten.addmm.default, (rn(4), rn(5, 3), rn(3, 4)))) == []
+    samples = [
+        Sample(aten.mm.default, (rn(5, 3), rn(3, 4))),
+        Sample(aten.bmm.default, (rn(4, 5, 3), rn(4, 3, 6))),
+        Sample(aten.addmm.default, (rn(4), rn(5, 3), rn(3, 4))),
+    ]
+    found = discover({str(s.func): [s] for s in samples})
+    assert not found.missing
+    assert found.allowed == found.possible
+
+
+def test_an_average_of_integers_is_rounded_first() -> None:
+    """avg([1], [2]) is 1, twice which is 2; but of [2] and [4] it is 3."""
+    for func, args in ((aten.dot.default, (rn(4), rn(4))), (aten.mm.default, (rn(3, 4), rn(4, 5)))):
+        whole = tuple(t.mul(9).long() for t in args)
+        for have in ([(P("avg"),), (R,)], [(R,), (P("avg"),)]):
+            propagate(make_call(Sample(func, args), (2,), have))
+            with pytest.raises(PlacementError):
+                propagate(make_call(Sample(func, whole), (2,), have))
+            propagate(make_call(Sample(func, whole), (2,), [tuple(P() if p != R else R for p in ps) for ps in have]))
 
 
 def test_tensor_parallel_pair_needs_one_reduction() -> None:
