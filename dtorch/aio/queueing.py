@@ -1,0 +1,365 @@
+"""Requests that wait for their batch, in one event loop.
+
+A request waits in a group of requests that may share a batch. When nothing runs, the group whose first request is
+oldest is sent at once. While a batch runs, requests collect; a second batch is sent behind the first as soon as it is
+full, or its first request has waited for `max_delay`, so that executors are never idle between the two. More than that
+is never under way: under overload batches are full, and the queue fills up to its bound.
+
+A task per event loop sends batches, for as long as there is anything to send or to wait for. It belongs to no caller:
+a caller that is cancelled leaves its rows behind and disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import itertools
+import math
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+import anyio
+
+from ..errors import OverloadedError, PoolError
+from ..runtime.modes import Modes
+from .rows import Pack
+
+__all__ = ["BatchMetrics", "Call", "Queue", "Request"]
+
+_RUNNING = 2  # batches under way at once: one runs, and the next one's operators are queued behind it
+_SMOOTHING = 0.3  # weight of the newest batch in the estimate of throughput
+_MAX_RETRY_AFTER = 60.0  # seconds
+
+# Queues whose task runs. asyncio keeps no strong reference to a task.
+_alive: set[Queue] = set()
+
+
+@dataclass(eq=False)
+class BatchMetrics:
+    """What became of the calls of one batched function, over all event loops.
+
+    ``requests == refused + completed + failed + cancelled + pending``, at any time.
+
+    Attributes:
+        requests: calls made, refused ones included. A call of more than `max_size` rows counts once.
+        refused: those that found the queue full.
+        completed, failed: those that got their rows, or an error.
+        cancelled: those whose caller was cancelled while they waited.
+        pending: those that have no answer yet.
+        queue_depth: how many requests wait to be sent; a call of more than `max_size` rows is several.
+        batches: calls of the function.
+        rows: rows in those.
+        padding_rows: rows that were added to reach a size from a short list; not in `rows`.
+    """
+
+    requests: int = 0
+    refused: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    pending: int = 0
+    queue_depth: int = 0
+    batches: int = 0
+    rows: int = 0
+    padding_rows: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **amounts: int) -> None:
+        """Add to counters by name; from any thread."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """How a caller's batch is to be run: the function, with the instance it is a method of, and what held there."""
+
+    function: Callable[..., Any]
+    context: contextvars.Context
+    modes: Modes
+
+
+class Limits(Protocol):
+    """What a queue is told of the function it serves."""
+
+    name: str
+    max_size: int
+    max_delay: float
+    max_queue: int
+
+    def answer(self, call: Call, packs: Sequence[Pack], metrics: BatchMetrics) -> Awaitable[list[Any]]:
+        """The result of each of `packs`."""
+        ...
+
+
+class Request:
+    """Rows that wait for their batch.
+
+    Invariant: `done` is set exactly when `result` or `error` is.
+    """
+
+    __slots__ = ("call", "done", "error", "group", "pack", "result", "since", "traceback")
+
+    def __init__(self, pack: Pack, call: Call, since: float) -> None:
+        self.pack, self.call, self.since = pack, call, since
+        self.done = anyio.Event()
+        self.group: Group | None = None  # while it waits to be sent
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.traceback: TracebackType | None = None
+
+    def answer(self, result: Any) -> None:
+        """Give its caller the rows."""
+        if not self.done.is_set():
+            self.result = result
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Give its caller `error`, which is then this caller's alone."""
+        if not self.done.is_set():
+            self.error, self.traceback = error, error.__traceback__
+            self.done.set()
+
+    def outcome(self) -> Any:
+        """The rows, or raises what their batch raised."""
+        if self.error is None:
+            return self.result
+        try:
+            raise self.error.with_traceback(self.traceback)
+        finally:
+            # The traceback refers to this frame, and so to the error again.
+            self.error = self.traceback = None
+
+
+class Group:
+    """Requests that may share a batch, oldest first."""
+
+    __slots__ = ("requests", "rows")
+
+    def __init__(self) -> None:
+        self.requests: dict[Request, None] = {}
+        self.rows = 0
+
+    @property
+    def since(self) -> float:
+        """When its oldest request came."""
+        return next(iter(self.requests)).since
+
+
+class Queue:
+    """The requests of one function in one event loop; touched by that loop's thread alone.
+
+    Invariant: whenever a request waits or a batch runs, :meth:`_run` is running or about to.
+    """
+
+    def __init__(self, limits: Limits, metrics: BatchMetrics) -> None:
+        self.limits, self.metrics = limits, metrics
+        self._groups: dict[Any, Group] = {}
+        self._waiting = 0
+        self._sent: dict[Request, None] = {}
+        self._running = 0
+        self._rate = 0.0  # requests a second, of late
+        self._finished = 0.0  # when the last batch did
+        self._changed = anyio.Event()
+        self._scope: anyio.CancelScope | None = None
+        self._ended: anyio.Event | None = None  # of the task that sends; None where there is none
+        self._task: object = None
+
+    # -- callers ------------------------------------------------------------------------------------------------
+
+    def admit(self, packs: Sequence[Pack], call: Call) -> list[Request]:
+        """Queue the parts of one call.
+
+        Raises:
+            OverloadedError: there is no room for all of them.
+        """
+        name, limit = self.limits.name, self.limits.max_queue
+        if len(packs) > limit:
+            raise ValueError(
+                f"{name}: {sum(p.rows for p in packs)} rows are {len(packs)} batches of "
+                f"max_size={self.limits.max_size}, and never fit into max_queue={limit}"
+            )
+        if self._waiting + len(packs) > limit:
+            seconds = self.retry_after()
+            raise OverloadedError(
+                f"{name}: {self._waiting} requests are waiting, and max_queue={limit}; try again in {seconds:.3g} s",
+                seconds,
+            )
+        now = anyio.current_time()
+        requests = [Request(pack, call, now) for pack in packs]
+        for request in requests:
+            group = self._groups.get(request.pack.key)
+            if group is None:
+                group = self._groups[request.pack.key] = Group()
+            group.requests[request] = None
+            group.rows += request.pack.rows
+            request.group = group
+            # For all others the task waits already: for a time, or for a batch to end.
+            if len(group.requests) == 1 or group.rows >= self.limits.max_size:
+                self._changed.set()
+        self._waiting += len(requests)
+        self.metrics.add(queue_depth=len(requests))
+        if self._ended is None:
+            self._ended = anyio.Event()
+            _alive.add(self)
+            self._task = _spawn(self._run, f"batches of {name}")
+        return requests
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for it any longer: take it out, if it has not been sent."""
+        if request.group is not None:
+            self._take(request)
+
+    def retry_after(self) -> float:
+        """Seconds until what waits now will have been sent, judged by the throughput of late."""
+        if not self._rate:
+            return 1.0
+        return min(max(self._waiting / self._rate, self.limits.max_delay, 0.001), _MAX_RETRY_AFTER)
+
+    def _take(self, request: Request) -> None:
+        group = request.group
+        assert group is not None
+        del group.requests[request]
+        group.rows -= request.pack.rows
+        request.group = None
+        self._waiting -= 1
+        self.metrics.add(queue_depth=-1)
+        if not group.requests:
+            del self._groups[request.pack.key]
+
+    # -- the task that sends ------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        ended = self._ended
+        assert ended is not None
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._scope = tasks.cancel_scope
+                while self._waiting or self._running:
+                    self._changed = anyio.Event()
+                    group, pause = self._next(anyio.current_time())
+                    if group is not None:
+                        self._running += 1
+                        tasks.start_soon(self._send, self._batch(group))
+                        continue
+                    with anyio.move_on_after(pause):
+                        await self._changed.wait()
+                # From here on a new request starts a new task.
+                self._end()
+        finally:
+            if self._ended is ended:
+                self._abandon("its event loop ended")
+                self._running = 0
+                self._end()
+            ended.set()
+
+    def _end(self) -> None:
+        self._ended = self._scope = self._task = None
+        _alive.discard(self)
+
+    def _next(self, now: float) -> tuple[Group | None, float]:
+        """The group to send from now; or None, and how many seconds to wait at most unless something changes."""
+        if not self._groups or self._running >= _RUNNING:
+            return None, math.inf
+        oldest = min(self._groups.values(), key=_since)
+        due = oldest.since + self.limits.max_delay
+        if not self._running or due <= now:
+            return oldest, 0
+        full = [g for g in self._groups.values() if g.rows >= self.limits.max_size]
+        return min(full, key=_since, default=None), due - now
+
+    def _batch(self, group: Group) -> list[Request]:
+        """Take the oldest requests of `group`, as many as fit."""
+        batch: list[Request] = []
+        rows = 0
+        for request in list(itertools.islice(group.requests, self.limits.max_size)):
+            rows += request.pack.rows
+            if batch and rows > self.limits.max_size:
+                break
+            self._take(request)
+            batch.append(request)
+        self._sent.update(dict.fromkeys(batch))
+        return batch
+
+    async def _send(self, batch: list[Request]) -> None:
+        # What held where the oldest request was made holds for its batch; it is this task's own copy.
+        for variable, value in batch[0].call.context.items():
+            variable.set(value)
+        started = max(self._finished, batch[0].since)
+        try:
+            results = await self.limits.answer(batch[0].call, [r.pack for r in batch], self.metrics)
+            for request, result in zip(batch, results, strict=True):
+                request.answer(result)
+        except Exception as error:
+            for request in batch[1:]:
+                request.fail(_twin(error))
+            batch[0].fail(error)
+        except anyio.get_cancelled_exc_class():
+            # Of this batch alone, by the function itself, or of all. Either way this task ends here.
+            self._fail(batch, "its batch was cancelled")
+        finally:
+            self._fail(batch, "its batch was broken off")
+            self._running -= 1
+            self._changed.set()
+            for request in batch:
+                self._sent.pop(request, None)
+            self._finished = anyio.current_time()
+            rate = len(batch) / max(self._finished - started, 1e-6)
+            self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Fail all that waits and all that is under way, and wait for the task that sends to end."""
+        scope, ended = self._scope, self._ended
+        self._abandon("dtorch.aio.open() was left")
+        if scope is not None:
+            scope.cancel()
+        if ended is not None:
+            await ended.wait()
+
+    def _abandon(self, reason: str) -> None:
+        waiting = [request for group in self._groups.values() for request in group.requests]
+        for request in waiting:
+            self._take(request)
+        self._fail([*self._sent, *waiting], reason)
+        self._changed.set()
+
+    def _fail(self, requests: Sequence[Request], reason: str) -> None:
+        for request in requests:
+            if not request.done.is_set():
+                request.fail(PoolError(f"{self.limits.name}: {reason} before this request was answered"))
+
+
+def _since(group: Group) -> float:
+    return group.since
+
+
+def _spawn(run: Callable[[], Any], name: str) -> object:
+    """Start a task that is nobody's child, in an empty context. anyio has no such tasks."""
+    context = contextvars.Context()
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        return trio.lowlevel.spawn_system_task(run, name=name, context=context)
+    return asyncio.get_running_loop().create_task(run(), name=name, context=context)
+
+
+def _twin(error: Exception) -> Exception:
+    """`error` again, for another caller: a traceback grows where it is raised, and notes where it is caught."""
+    try:
+        twin = copy.copy(error)
+        if twin is error or type(twin) is not type(error) or str(twin) != str(error):
+            return error
+    except Exception:  # its constructor wants what it does not keep
+        return error
+    if notes := getattr(error, "__notes__", None):
+        twin.__notes__ = list(notes)
+    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
