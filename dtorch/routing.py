@@ -16,6 +16,7 @@ from torch.utils._device import _device_constructors
 from . import graph
 from ._tensor import Tensor
 from .runtime.client import current_client
+from .runtime.moves import lift
 
 __all__ = ["install"]
 
@@ -57,6 +58,10 @@ def install(factories: Mapping[str, Callable[..., Any]]) -> None:
         (torch, "to_dlpack", _with_memory),
         (torch_dlpack, "to_dlpack", _with_memory),
         (torch, "vander", _on_its_mesh),
+        (torch.linalg, "matrix_rank", _lifted),
+        (torch.linalg, "matrix_norm", _lifted),
+        (torch.linalg, "norm", _lifted),
+        (torch.linalg, "cond", _lifted),
         (torch_utils, "_rebuild_tensor", _without_mesh),
     ):
         original = getattr(place, name)
@@ -111,6 +116,22 @@ def _on_its_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
 
     vander._dtorch_original = original  # type: ignore[attr-defined]
     return vander
+
+
+def _lifted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which makes its result itself, on no mesh, where a matrix has no elements."""
+
+    @functools.wraps(original)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if type(result) is torch.Tensor:
+            found = next((t for t in (*args, *kwargs.values()) if type(t) is Tensor), None)
+            if found is not None and kwargs.get("out") is not result:
+                return lift(result, found.device_mesh)
+        return result
+
+    lifted._dtorch_original = original  # type: ignore[attr-defined]
+    return lifted
 
 
 def _without_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
