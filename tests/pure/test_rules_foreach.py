@@ -171,7 +171,7 @@ def test_norms_of_shards_are_roots_of_summed_squares() -> None:
 
 @pytest.mark.parametrize("spoilt", [None, 0, 1, 2])
 def test_a_grad_scaler_sees_what_is_infinite_on_any_rank(spoilt: int | None) -> None:
-    """`_amp_foreach_non_finite_check_and_unscale_`: the flag is one for all ranks, or some would step and others not."""
+    """The flag is one for all ranks, or some would step and others not."""
     grads = [rn(5, 4), rn(6), rn(3, 3)]
     if spoilt is not None:
         grads[spoilt].view(-1)[-1] = float("inf")

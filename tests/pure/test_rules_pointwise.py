@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dtorch.errors import PlacementError
-from dtorch.sharding.propagate import Plan
+from dtorch.sharding.propagate import Plan, propagate
 from dtorch.sharding.rule import UNTAGGED_POINTWISE, signature
 
-from .harness import WIDE, P, R, S, Sample, capture, check, check_all, every, make_call, propagate, sweep
+from .harness import WIDE, P, R, S, Sample, capture, check, check_all, every, make_call, sweep
 
 aten = torch.ops.aten
 
