@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..spec import TensorSpec
+from ..spec import TensorSpec, contiguous_stride
 from .infer import Outputs, closed_form
 from .rule import OutMeta, signature
 
@@ -59,6 +59,22 @@ def view_stride(shape: Ints, stride: Ints, target: Ints) -> Ints | None:
 
 @closed_form("view", "_unsafe_view")
 def view(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    x, target = args[0], _target(func, args, kwargs)
+    if target is None:
+        return None
+    stride = view_stride(x.shape, x.stride, target)
+    return None if stride is None else _view(x, target, stride)
+
+
+@closed_form("view_copy")
+def view_copy(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
+    """Packed, whatever the input's strides are: of what cannot be viewed it is a reshape."""
+    target = _target(func, args, kwargs)
+    return None if target is None else (OutMeta(target, contiguous_stride(target), args[0].dtype),)
+
+
+def _target(func: Func, args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
+    """The shape that is asked for, -1 filled in; None where it does not fit, or none is named."""
     x, size = args[0], _arg(func, args, kwargs, 1)
     if not isinstance(size, (list, tuple)):
         return None
@@ -71,10 +87,7 @@ def view(func: Func, args: Args, kwargs: Kwargs) -> Outputs | None:
         target[target.index(-1)] = x.numel // known
     elif known != x.numel:
         return None
-    if any([s < 0 for s in target]):
-        return None
-    stride = view_stride(x.shape, x.stride, tuple(target))
-    return None if stride is None else _view(x, target, stride)
+    return None if any([s < 0 for s in target]) else tuple(target)
 
 
 @closed_form("t")
