@@ -261,8 +261,9 @@ def batched(
 async def close_queues() -> None:
     """Fail what waits in the calling event loop, with a PoolError, and end what is under way; waits for that."""
     with anyio.move_on_after(_CLOSING, shield=True):
-        for queue in list((_queues.get(None) or {}).values()):
-            await queue.close()
+        for ended in [queue.close() for queue in list((_queues.get(None) or {}).values())]:
+            if ended is not None:
+                await ended.wait()
 
 
 async def _plain(call: Callable[[], Any]) -> Any:

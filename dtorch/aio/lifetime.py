@@ -27,6 +27,7 @@ from ..executor.pool import stop_early
 from ..mesh import DeviceMesh, as_mesh
 from ..runtime import blocking, modes, waiting
 from ..runtime import client as _client
+from .batching import close_queues
 from .pressure import Pressure, pressure
 
 __all__ = ["Session", "lifespan", "open", "strict"]
@@ -129,6 +130,7 @@ class Session:
                 return
             # From here on a new session gets a pool of its own, however long this one takes to end.
             client = _client.detach()
+        await close_queues()
 
         def close() -> None:
             stop_early()

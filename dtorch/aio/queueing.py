@@ -1,9 +1,9 @@
 """Requests that wait for their batch, in one event loop.
 
 A request waits in a group of requests that may share a batch. When nothing runs, the group whose first request is
-oldest is sent at once. While a batch runs, requests collect; a second batch is sent behind the first as soon as it is
-full, or its first request has waited for `max_delay`, so that executors are never idle between the two. More than that
-is never under way: under overload batches are full, and the queue fills up to its bound.
+oldest is sent at once. While a batch runs, requests collect. A second batch, of the oldest again, is sent behind the
+first as soon as any is full, or the oldest request has waited for `max_delay`, so that executors are never idle between
+the two. More than that is never under way: under overload batches are full, and the queue fills up to its bound.
 
 A task per event loop sends batches, for as long as there is anything to send or to wait for. It belongs to no caller:
 a caller that is cancelled leaves its rows behind and disturbs nobody.
@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import anyio
+import anyio.lowlevel
 
 from ..errors import OverloadedError, PoolError
 from ..runtime.modes import Modes
@@ -247,6 +248,8 @@ class Queue:
                     if group is not None:
                         self._running += 1
                         tasks.start_soon(self._send, self._batch(group))
+                        # It starts before the next one does: trio draws lots among tasks that start together.
+                        await anyio.lowlevel.checkpoint()
                         continue
                     with anyio.move_on_after(pause):
                         await self._changed.wait()
@@ -269,10 +272,9 @@ class Queue:
             return None, math.inf
         oldest = min(self._groups.values(), key=_since)
         due = oldest.since + self.limits.max_delay
-        if not self._running or due <= now:
-            return oldest, 0
-        full = [g for g in self._groups.values() if g.rows >= self.limits.max_size]
-        return min(full, key=_since, default=None), due - now
+        full = any(g.rows >= self.limits.max_size for g in self._groups.values())
+        # Not the full one: whoever came first is sent first.
+        return (oldest, 0) if full or not self._running or due <= now else (None, due - now)
 
     def _batch(self, group: Group) -> list[Request]:
         """Take the oldest requests of `group`, as many as fit."""
@@ -315,14 +317,13 @@ class Queue:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Fail all that waits and all that is under way, and wait for the task that sends to end."""
+    def close(self) -> anyio.Event | None:
+        """Fail all that waits and all that is under way; what is set when the task that sends has ended."""
         scope, ended = self._scope, self._ended
         self._abandon("dtorch.aio.open() was left")
         if scope is not None:
             scope.cancel()
-        if ended is not None:
-            await ended.wait()
+        return ended
 
     def _abandon(self, reason: str) -> None:
         waiting = [request for group in self._groups.values() for request in group.requests]

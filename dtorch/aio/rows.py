@@ -163,6 +163,8 @@ def _check(name: str, leaf: torch.Tensor) -> None:
             f"{name}: a batch is made of plain torch tensors, and this one is a dtorch tensor.\n"
             f"  Write:  await {name}(await t), or await {name}.unbatched(t)"
         )
+    if leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized:
+        raise TypeError(f"{name}: a batch is made of dense tensors, and this one is {leaf.type()}, {leaf.layout}")
     if leaf.ndim == 0:
         raise TypeError(
             f"{name}: dim 0 of every tensor is the batch, and this one has no dims.\n"
