@@ -62,11 +62,11 @@ def _batch_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[s
 
 
 @closed_form("_batch_norm_with_update")
-def _batch_norm_with_update(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
+def _batch_norm_with_update(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
     """As in training, and an empty reserve, which the meta kernel forgets."""
     given = {**dict(zip(signature(func).arguments, args, strict=False)), **kwargs}
     found = _batch_norm(torch.ops.aten.native_batch_norm.default, (), {**given, "training": True})
-    return (*found, OutMeta((0,), (1,), torch.uint8))
+    return found and (*found, OutMeta((0,), (1,), torch.uint8))
 
 
 @closed_form("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")

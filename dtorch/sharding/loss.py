@@ -14,7 +14,7 @@ import torch
 
 from ..spec import TensorSpec
 from .normalization import reduced
-from .rule import Call, Dims, Flow, Local, Recipe, Reduce, Rule, linear, names, rule, untied
+from .rule import Call, Dims, Flow, Local, Recipe, Rule, linear, names, rule, untied
 
 __all__: list[str] = []
 
@@ -159,7 +159,7 @@ def nll_loss_backward(call: Call) -> Rule | None:
 _CLASSES_WHY = "The dim of the classes must be whole on every rank."
 
 
-def _per_sample(call: Call, o: int) -> tuple[Dims, Dims, Reduce]:
+def _per_sample(call: Call, o: int) -> tuple[Dims, Dims, str | None]:
     """Factors of [n, c], of the loss, and how it is summed."""
     rows: Dims = ("n",) if call.specs[o].ndim == 2 else ()
     none = call.arg("reduction", MEAN) == NONE
