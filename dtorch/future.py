@@ -42,6 +42,8 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         on_abandon: called if the future is dropped before `resolve` was called; must not wait.
     """
 
+    _told = False  # whether anyone has asked for the error, where there is one
+
     def __init__(
         self,
         is_done: Callable[[], bool],
@@ -83,6 +85,7 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         """
         self._wait_until_done(timeout)
         self._settle()
+        self._told = True
         return self._error
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -152,6 +155,8 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         # __init__ may not have come so far.
         if getattr(self, "_resolve", None) is not None:
             self._on_abandon()
+        elif not self._told and getattr(self, "_error", None) is not None:
+            _log.error("a future was dropped whose error nobody asked for", exc_info=self._error)
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not self._settled and not self._waiting.wait_thread(self._is_done, timeout):
@@ -161,6 +166,7 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         if not self._settled:
             self._settle()
         if self._error is not None:
+            self._told = True
             # Each raise starts from the same traceback: it would grow by every place that asked.
             raise self._error.with_traceback(self._traceback)
         return self._value  # type: ignore[return-value]

@@ -10,6 +10,7 @@ A failure leaves a plan as an ordinary exception; nothing here runs before one d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import traceback
@@ -24,6 +25,7 @@ from ..runtime.command import (
     CallPlan,
     Cause,
     ClearErrors,
+    Dropped,
     ErrorReport,
     FetchFailed,
     FetchPlan,
@@ -82,6 +84,8 @@ class Failing:
         self.index, self.state = index, state
         self._send, self._store, self._messages, self._mine, self._run_again = send, store, messages, mine, run_again
         self._words, self._device = state.ring_words, device
+        # Failed command -> how many values are poisoned on its account.
+        self._held: dict[int, int] = {}
 
     # -- when a command fails -----------------------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class Failing:
             self.report(poison.sequence, error, rank, getattr(message, "mesh", 0), getattr(message, "text", ""))
             half = _may_be_half_done(message, done)
         for ref in outs:
-            self._store[ref] = Poison(poison.sequence)
+            self._store[ref] = self.poisoned(poison.sequence)
         if isinstance(message, FetchPlan):
             self.fail_fetch(p, poison)
         elif isinstance(message, CallPlan):
@@ -186,7 +190,20 @@ class Failing:
         """
         self.tell(Cause(self.sequence(p), poison.sequence))
         for ref in outs:
-            self._store[ref] = Poison(poison.sequence)
+            self._store[ref] = self.poisoned(poison.sequence)
+
+    def poisoned(self, sequence: int, mesh: int = 0, old: Any = None, half: bool = False) -> Poison:
+        """A :class:`Poison` for the store. The client is told when the last one of a failure is dropped."""
+        self._held[sequence] = self._held.get(sequence, 0) + 1
+        return Poison(sequence, mesh, old, half, self._forgotten)
+
+    def _forgotten(self, sequence: int) -> None:
+        left = self._held.pop(sequence, 0) - 1
+        if left > 0:
+            self._held[sequence] = left
+            return
+        with contextlib.suppress(Exception):  # at the end of this process, the way to the client may be gone
+            self.tell(Dropped(sequence))
 
     # -- writes that were not done ------------------------------------------------------------------------------
 
@@ -200,7 +217,7 @@ class Failing:
             if type(found) is Poison:
                 found.half |= half
             else:
-                self._store[ref] = Poison(poison.sequence, mesh, found, half)
+                self._store[ref] = self.poisoned(poison.sequence, mesh, found, half)
 
     def _overwritten(self, message: Any, ins: list[int], plan: int, p: int) -> bool:
         """Whether the command replaces a poisoned target as a whole, by a good value: it is then done after all."""

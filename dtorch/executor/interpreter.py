@@ -330,7 +330,7 @@ class Interpreter:
                 made.append(self.device.place(t.detach().clone(memory_format=torch.contiguous_format)))
             except Exception as error:
                 self.failing.report(self.sequence, error, rank, m.mesh, m.text)
-                self.store[m.ref] = Poison(self.sequence)
+                self.store[m.ref] = self.failing.poisoned(self.sequence)
                 return
         self.store[m.ref] = made[0] if len(mine) == 1 else made
 

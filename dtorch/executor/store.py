@@ -8,6 +8,7 @@ never looks for it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +26,18 @@ class Poison:
         mesh: id of the mesh of a value that a write has not reached.
         old: that value, as it was before the write.
         half: whether the write may have reached part of it.
+        forget: called with the sequence when this is dropped.
     """
 
     sequence: int
     mesh: int = 0
     old: Any = field(default=None, repr=False)
     half: bool = False
+    forget: Callable[[int], None] | None = field(default=None, repr=False)
+
+    def __del__(self) -> None:
+        if self.forget is not None:
+            self.forget(self.sequence)
 
 
 def shards(value: Any) -> list[torch.Tensor]:

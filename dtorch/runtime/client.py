@@ -79,6 +79,7 @@ class Client:
         self.arena = Arena(self.state)
         self.waiting = Waiting(
             self.state,
+            on_wait=lambda: self.writer.wake(self.writer.readers, sync=True),
             on_wake=self.look,
             on_block=self._on_block,
             over_bound=self.over_bound,
@@ -291,6 +292,7 @@ class Client:
     def drain(self) -> None:
         """Take in what executors have told. What was told before this began is known when it returns."""
         with self._drain_lock:
+            done = self.writer.issued - self.writer.behind() if self.failures.dropped else 0
             for executor, reader in self.pool.replies().items():
                 for data in reader.drain():
                     message = decode(data)
@@ -298,6 +300,8 @@ class Client:
                         self._replies[executor, message.token] = message.value
                     else:
                         self.failures.add(message)
+        if done:
+            self.failures.tell_dropped(done)
 
     def look(self) -> None:
         """Whatever a waiter may need to learn between two looks at its status word; never raises."""
@@ -305,6 +309,7 @@ class Client:
             if not self.pool.check():
                 self.writer.refuse()
             self.drain()
+            self.slots.glance()
 
     def check(self) -> None:
         """Raise if the pool is closed or an executor died."""

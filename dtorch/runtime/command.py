@@ -38,6 +38,7 @@ __all__ = [
     "DefineMesh",
     "DefineOperator",
     "DropPlans",
+    "Dropped",
     "ErrorReport",
     "FetchFailed",
     "FetchPlan",
@@ -322,6 +323,13 @@ class Cause:
 
     sequence: int
     cause: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The last value that was poisoned because command `sequence` failed is gone from this executor."""
+
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)

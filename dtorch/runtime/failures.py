@@ -6,11 +6,13 @@ the line that issued it; a failure's report is matched to it when someone asks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import sys
 import threading
+from collections import Counter
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ import cloudpickle
 import torch
 
 from ..errors import DtorchError, RemoteError, TensorLostError, remote
-from .command import LOST_WITH_POOL, LOST_WRITE, Cause, ErrorReport, FetchFailed
+from .command import LOST_WITH_POOL, LOST_WRITE, Cause, Dropped, ErrorReport, FetchFailed
 
 if TYPE_CHECKING:
     from .client import Client
@@ -27,6 +29,8 @@ __all__ = ["Failures", "internal_files", "site_of", "user_frame", "with_site"]
 
 log = logging.getLogger("dtorch")
 
+# Times that one line of the program is logged for values it dropped.
+_PER_SITE = 10
 SITES = 1 << 16
 SITE_MASK = SITES - 1
 
@@ -109,6 +113,12 @@ class Failures:
         self._causes: dict[int, int] = {}
         # Slot -> its use, and the commands blamed by the executors that answered.
         self._slots: dict[int, tuple[int, list[int]]] = {}
+        # Commands that any fetch has met: whoever holds its future says what became of them.
+        self._blamed: set[int] = set()
+        # (command whose values are all dropped, how many commands had been issued when that was learnt)
+        self.dropped: list[tuple[int, int]] = []
+        self._told: set[int] = set()
+        self._told_of: Counter[str] = Counter()
 
     def note(self, position: int, frame: FrameType) -> None:
         """Remember that the command at `position` was issued from `frame`."""
@@ -117,7 +127,7 @@ class Failures:
         self.codes[k] = f.f_code
         self.instructions[k] = f.f_lasti
 
-    def add(self, message: ErrorReport | Cause | FetchFailed) -> None:
+    def add(self, message: ErrorReport | Cause | Dropped | FetchFailed) -> None:
         """Take in what an executor told."""
         with self._lock:
             if isinstance(message, ErrorReport):
@@ -127,7 +137,10 @@ class Failures:
             elif isinstance(message, Cause):
                 found = self._causes.get(message.sequence, message.cause)
                 self._causes[message.sequence] = min(found, message.cause)
+            elif isinstance(message, Dropped):
+                self.dropped.append((message.sequence, self._client.writer.issued))
             else:
+                self._blamed.add(message.sequence)
                 generation, blamed = self._slots.get(message.slot, (0, []))
                 if generation != message.generation:
                     blamed = []
@@ -145,6 +158,55 @@ class Failures:
             roots = {self._root(s) for s in blamed}
             self._asked |= roots
         return self.error(min(roots))
+
+    def unread(self, slot: int, generation: int) -> None:
+        """A fetch failed that nobody waits for any longer: log that, unless it is known; never raises."""
+        with contextlib.suppress(Exception):
+            self._client.drain()
+        with self._lock:
+            found = self._slots.get(slot, (0, []))
+            roots = {self._root(s) for s in found[1]} if found[0] == generation else set()
+            untold = [s for s in sorted(roots) if s in self._reports and s not in self._asked]
+            self._asked |= roots
+        for sequence in untold[:1]:
+            self._log("a value that was asked for was dropped unread, and could not be computed", sequence)
+
+    def tell_dropped(self, done: int) -> None:
+        """Log failures whose values are all dropped, and of which nobody asked for any.
+
+        Args:
+            done: commands that all executors had run before their messages were read: a fetch that was issued before
+                its input was dropped has been answered then.
+        """
+        with self._lock:
+            due = [s for s, issued in self.dropped if issued <= done]
+            if not due:
+                return
+            self.dropped = [found for found in self.dropped if found[1] > done]
+            known = self._asked | self._told | {self._root(s) for s in self._blamed}
+            roots = [s for s in sorted({self._root(s) for s in due}) if s in self._reports and s not in known]
+            self._told.update(roots)
+            untold: list[int] = []
+            for sequence in roots:
+                # A line that fails again and again has said so: the others are in the summary.
+                site = self._reports[sequence][1]
+                self._told_of[site] += 1
+                if self._told_of[site] <= _PER_SITE:
+                    untold.append(sequence)
+        for sequence in untold:
+            self._log("a value was dropped unread, and could not be computed", sequence)
+
+    def _log(self, what: str, sequence: int) -> None:
+        report, site = self._reports[sequence]
+        log.error(
+            "%s: %s: %s, in %s %s, issued at %s",
+            what,
+            report.type_name,
+            report.message,
+            report.text,
+            self._where(report),
+            site or "an unknown line",
+        )
 
     def _root(self, sequence: int) -> int:
         """What is to blame for the failure of command `sequence`."""
