@@ -42,7 +42,7 @@ class Ambient(Generic[T]):
         return self._variable.set(value)
 
     def reset(self, token: Token[T]) -> None:
-        """Undo a :meth:`set`. Of another context than this one, which has ended with its task, there is nothing to undo."""
+        """Undo a :meth:`set`. Of a context that has ended with its task there is nothing to undo."""
         try:
             self._variable.reset(token)
         except ValueError:

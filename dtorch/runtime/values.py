@@ -16,6 +16,7 @@ from ..placement import Replicate
 from ..spec import TensorSpec, contiguous_stride
 from .command import FetchPlan, UploadPlan
 from .refs import Plan, Ref, next_ref, ref_type
+from .slots import Ticket
 
 if TYPE_CHECKING:
     from .client import Client
@@ -30,7 +31,7 @@ class Values:
         self._client = client
         self._uploads: dict[TensorSpec, Plan] = {}
         self._piecewise: dict[TensorSpec, Plan] = {}
-        self._fetches: dict[Any, Plan] = {}
+        self._fetches: dict[Any, _FetchPlan] = {}
         # (place in the ring, block) of uploads that some executor may not have taken yet, oldest first
         self._in_upload: deque[tuple[int, Any]] = deque()
 
@@ -125,11 +126,9 @@ class Values:
         plan = self._fetches.get(key)
         if plan is None:
             plan = self._define_fetch(spec, data, rank)
-        shape = spec.shape if rank is None else spec.local_shape(rank)
-        stride = (spec.stride if _dense(spec) else contiguous_stride(spec.shape)) if rank is None else None
-        return self._future(plan, ref, shape, stride or contiguous_stride(shape), spec.dtype, data)
+        return self._future(plan, ref)
 
-    def _define_fetch(self, spec: TensorSpec, data: bool, rank: int | None) -> Plan:
+    def _define_fetch(self, spec: TensorSpec, data: bool, rank: int | None) -> _FetchPlan:
         mesh, hosts, _ = self._client.mesh(spec.mesh)
         shape, stride = spec.shape, spec.stride if _dense(spec) else contiguous_stride(spec.shape)
         regions: tuple[Any, ...]
@@ -147,7 +146,7 @@ class Values:
             ranks = tuple(range(spec.mesh.nranks))
             regions = tuple(spec.region(r) for r in ranks)
         executors = tuple(sorted({hosts[r] for r in ranks}))
-        plan = Plan(self._client.plan_id(), "4Q", executors)
+        plan = _FetchPlan(self._client.plan_id(), executors, shape, stride, spec.dtype, data)
         self._client.send(FetchPlan(plan.id, mesh, shape, stride, spec.dtype, ranks, regions, data))
         self._client.pool.name_plan(
             plan.id, f"a fetch of {spec.describe()}" if data else f"a look at {spec.describe()}"
@@ -155,44 +154,16 @@ class Values:
         self._fetches[spec, data, rank] = plan
         return plan
 
-    def _future(
-        self, plan: Plan, ref: Ref, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, data: bool
-    ) -> TensorFuture[Any]:
+    def _future(self, plan: _FetchPlan, ref: Ref) -> TensorFuture[Any]:
         self.reclaim()
-        numel = math.prod(shape)
-        block = self._client.arena.alloc(numel * dtype.itemsize) if data and numel else None
-        ticket = self._client.slots.take(plan.executors)
-        base = self._client.state.slot_word(ticket.slot, 0)
-        self._client.issue(plan, (ref, base, ticket.generation, block.offset if block else 0))
-        self._client.writer.wake(plan.executors, sync=True)
-
-        def free_block() -> None:
-            if block is not None:
-                self._client.arena.free(block)
-
-        def is_done() -> bool:
-            return ticket.is_done() or self._client.closed
-
-        def resolve() -> torch.Tensor | None:
-            if self._client.closed or not ticket.answered():
-                # Not done, and yet resolved: the pool has ended.
-                self._client.slots.give(ticket, free_block)
-                self._client.check()
-            if ticket.failed():
-                error = self._client.failures.of_slot(base, ticket.generation)
-                self._client.slots.give(ticket, free_block)
-                raise error
-            self._client.slots.give(ticket)
-            if not data:
-                return None
-            if block is None:
-                return torch.empty_strided(shape, stride, dtype=dtype)
-            return self._client.arena.tensor(block, dtype, shape, stride)
-
-        def abandon() -> None:
-            self._client.slots.give(ticket, free_block)
-
-        return TensorFuture(is_done, resolve, self._client.waiting, abandon)
+        client = self._client
+        block = client.arena.alloc(plan.nbytes) if plan.nbytes else None
+        ticket = client.slots.take(plan.executors)
+        fetch = _Fetch(client, plan, block, ticket)
+        client.issue(plan, (ref, fetch.base, ticket.generation, block.offset if block else 0))
+        if not client.waiting.crowded():
+            client.writer.wake(plan.executors, sync=True)
+        return TensorFuture(fetch.is_done, fetch.resolve, client.waiting, fetch.abandon)
 
     def sync(self) -> VoidFutureCollect:
         """Done when every executor has run all that was issued before."""
@@ -203,12 +174,75 @@ class Values:
             plan = self._fetches.get(("sync", e))
             if plan is None:
                 id, _, _ = self._client.mesh(mesh)
-                plan = Plan(self._client.plan_id(), "4Q", (e,))
+                plan = _FetchPlan(self._client.plan_id(), (e,), (), (), torch.float32, False)
                 self._client.send(FetchPlan(plan.id, id, (), (), torch.float32, (0,), ((),), False))
                 self._fetches["sync", e] = plan
             ref = self.upload(torch.empty_strided((), ()), TensorSpec.of((), (), torch.float32, mesh, (Replicate(),)))
-            spec_futures.append(self._future(plan, ref, (), (), torch.float32, False))
+            spec_futures.append(self._future(plan, ref))
         return VoidFutureCollect(spec_futures)
+
+
+class _FetchPlan(Plan):
+    """The plan of a fetch, and what its values are."""
+
+    __slots__ = ("data", "dtype", "nbytes", "shape", "stride")
+
+    def __init__(
+        self,
+        id: int,
+        executors: tuple[int, ...],
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        data: bool,
+    ) -> None:
+        super().__init__(id, "4Q", executors)
+        self.shape, self.stride, self.dtype, self.data = shape, stride, dtype, data
+        self.nbytes = math.prod(shape) * dtype.itemsize if data else 0
+
+
+class _Fetch:
+    """One value on its way to the client."""
+
+    __slots__ = ("base", "block", "client", "plan", "ticket")
+
+    def __init__(self, client: Client, plan: _FetchPlan, block: Any, ticket: Ticket) -> None:
+        self.client, self.plan, self.block, self.ticket = client, plan, block, ticket
+        self.base = client.state.slot_word(ticket.slot, 0)
+
+    def is_done(self) -> bool:
+        return self.ticket.is_done() or self.client.closed
+
+    def resolve(self) -> torch.Tensor | None:
+        client, ticket, plan = self.client, self.ticket, self.plan
+        if client.closed or not ticket.answered():
+            # Not done, and yet resolved: the pool has ended.
+            client.slots.give(ticket, self._free_block)
+            client.check()
+        if ticket.failed():
+            error = client.failures.of_slot(self.base, ticket.generation)
+            client.slots.give(ticket, self._free_block)
+            raise error
+        client.slots.give(ticket)
+        if not plan.data:
+            return None
+        if self.block is None:
+            return torch.empty_strided(plan.shape, plan.stride, dtype=plan.dtype)
+        return client.arena.tensor(self.block, plan.dtype, plan.shape, plan.stride)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any longer."""
+        self.client.slots.give(self.ticket, self._arrived)
+
+    def _arrived(self) -> None:
+        """The answer to an abandoned fetch is there."""
+        self._free_block()
+        if self.ticket.failed():
+            self.client.failures.unread(self.base, self.ticket.generation)
+
+    def _free_block(self) -> None:
+        if self.block is not None:
+            self.client.arena.free(self.block)
 
 
 def _dense(spec: TensorSpec) -> bool:

@@ -41,6 +41,7 @@ Ready = Callable[[], bool]
 
 _YIELDS = 20  # of the core, before a thread sleeps
 _PASSES = 20  # through an otherwise idle event loop, before it sleeps
+_CROWD = 4  # waiting in one loop: from there on one wake-up for all
 _RECHECK = 0.2  # seconds any sleep is limited to
 _THROTTLE = 0.002  # seconds between looks at the run-ahead bound
 
@@ -73,6 +74,8 @@ class Waiting:
         state: the pool's shared memory.
 
     Attributes:
+        on_wait: called when someone is about to wait for what is not ready; for waking executors that doze. In a crowded
+            loop it is called once for all who began to wait in one pass.
         on_wake: called in the waiter's thread before it looks again; for draining replies.
         on_block: called when a thread is about to wait for something that is not ready; may warn or raise.
         over_bound: whether run-ahead is past the soft bound; waits last until it is not.
@@ -84,10 +87,12 @@ class Waiting:
         self,
         state: SharedState,
         *,
+        on_wait: Callable[[], None] = _nothing,
         on_wake: Callable[[], None] = _nothing,
         on_block: Callable[[], None] = _nothing,
         over_bound: Callable[[], bool] = _never,
     ) -> None:
+        self.on_wait = on_wait
         self.on_wake = on_wake
         self.on_block = on_block
         self.over_bound = over_bound
@@ -116,6 +121,7 @@ class Waiting:
         deadline = None if timeout is None else time.monotonic() + timeout
         if not ready():
             self.on_block()
+            self.on_wait()
             if not self._spin(ready) and not self._sleep(ready, deadline):
                 return False
         while self._throttled() and not in_event_loop() and (deadline is None or time.monotonic() < deadline):
@@ -134,6 +140,12 @@ class Waiting:
             else:
                 await self._anyio_hub().wait(self, ready)
         await self.pause()
+
+    def crowded(self) -> bool:
+        """Whether many already wait in the calling thread's asyncio loop: work for one more is told of with theirs."""
+        known: Callable[[], _AsyncioHub | None] | None = getattr(self._local, "asyncio", None)
+        hub = known() if known is not None else None
+        return hub is not None and len(hub._pending) >= _CROWD
 
     async def pause(self) -> None:
         """Suspend the calling task while run-ahead is over its bound."""
@@ -250,7 +262,7 @@ class _AsyncioHub:
         self.closed = False
         self._waiting = waiting
         self._pending: dict[asyncio.Future[None], Ready] = {}
-        self._passing = False
+        self._passing = self._announcing = False
         self._epoll = waiting.epoll()
         loop.add_reader(self._epoll.fileno(), self._on_readable)
         loop.call_later(_RECHECK, self._on_timer)
@@ -261,6 +273,7 @@ class _AsyncioHub:
 
     async def wait(self, ready: Ready) -> None:
         if not self._pending and not self._passing:
+            self._waiting.on_wait()
             # Alone here: a few passes cost less than a sleep and a wake-up. With company they would cost the others.
             self._passing = True
             try:
@@ -272,6 +285,8 @@ class _AsyncioHub:
                         break
             finally:
                 self._passing = False
+        else:
+            self._announce()
         future = self._add(ready)
         try:
             if not ready():
@@ -279,7 +294,23 @@ class _AsyncioHub:
         finally:
             self._remove(future)
 
+    def _announce(self) -> None:
+        """Say that someone waits: at once where few do, else when all tasks of this pass have issued their work.
+
+        An executor that runs as soon as there is one command has to be woken for the next one again.
+        """
+        if len(self._pending) < _CROWD:
+            self._waiting.on_wait()
+        elif not self._announcing:
+            self._announcing = True
+            self.loop.call_soon(self._announced)
+
+    def _announced(self) -> None:
+        self._announcing = False
+        self._waiting.on_wait()
+
     def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
+        self._announce()
         future = self._add(ready)
         future.add_done_callback(lambda _: callback())
         if ready():
@@ -372,6 +403,7 @@ class _AnyioHub:
             waiting.enter()
         self._pending[me] = None
         try:
+            waiting.on_wait()
             me.look()
             while not me.done:
                 if self._leader is None:
