@@ -200,20 +200,20 @@ def test_backward(layout: str) -> None:
 
 
 IN_A_LOOP: dict[str, tuple[str, Function]] = {
-    "nonzero()": ("torch.nonzero(await t, …)", lambda t: torch.nonzero(t)),
-    "nonzero(), by where": ("torch.nonzero(await t, …)", lambda t: torch.where(t > 0)),
-    "nonzero(), by argwhere": ("torch.nonzero(await t, …)", lambda t: torch.argwhere(t)),
-    "masked_select()": ("torch.masked_select(await t, …)", lambda t: torch.masked_select(t, t > 0)),
+    "nonzero()": ("await dtorch.aio.nonzero(t, …)", lambda t: torch.nonzero(t)),
+    "nonzero(), by where": ("await dtorch.aio.nonzero(t, …)", lambda t: torch.where(t > 0)),
+    "nonzero(), by argwhere": ("await dtorch.aio.nonzero(t, …)", lambda t: torch.argwhere(t)),
+    "masked_select()": ("await dtorch.aio.masked_select(t, …)", lambda t: torch.masked_select(t, t > 0)),
     "t[mask]": ("t[await mask]", lambda t: t[t > 0]),
     "t[mask] = value": ("t[await mask] = value", lambda t: _set(t, t > 0, torch.ones(4))),
-    "unique()": ("torch.unique(await t, …)", lambda t: torch.unique(t)),
-    "unique(), of rows": ("torch.unique(await t, …)", lambda t: torch.unique(t, dim=0)),
-    "unique_consecutive()": ("torch.unique_consecutive(await t, …)", lambda t: torch.unique_consecutive(t)),
-    "bincount()": ("torch.bincount(await t, …)", lambda t: torch.bincount(t.long())),
+    "unique()": ("await dtorch.aio.unique(t, …)", lambda t: torch.unique(t)),
+    "unique(), of rows": ("await dtorch.aio.unique(t, …)", lambda t: torch.unique(t, dim=0)),
+    "unique_consecutive()": ("await dtorch.aio.unique_consecutive(t, …)", lambda t: torch.unique_consecutive(t)),
+    "bincount()": ("await dtorch.aio.bincount(t, …)", lambda t: torch.bincount(t.long())),
     "repeat_interleave()": ("t.repeat_interleave(await repeats)", lambda t: torch.repeat_interleave(t, t.long())),
-    "histogramdd()": ("torch.histogramdd(await t, …)", lambda t: torch.histogramdd(t.reshape(2, 2), [2, 2])),
-    "equal()": ("torch.equal(await a, await b)", lambda t: torch.equal(t, t)),
-    "allclose()": ("torch.allclose(await a, await b)", lambda t: torch.allclose(t, t)),
+    "histogramdd()": ("await dtorch.aio.histogramdd(t, …)", lambda t: torch.histogramdd(t.reshape(2, 2), [2, 2])),
+    "equal()": ("await dtorch.aio.equal(a, b)", lambda t: torch.equal(t, t)),
+    "allclose()": ("await dtorch.aio.allclose(a, b)", lambda t: torch.allclose(t, t)),
     "item()": ("(await t).item()", lambda t: t.sum().item()),
     "item(), of is_nonzero": ("(await t).item()", lambda t: torch.is_nonzero(t.sum())),
     "tolist()": ("(await t).tolist()", lambda t: t.tolist()),
@@ -273,8 +273,9 @@ def test_what_the_warnings_say_to_write_works_and_does_not_warn() -> None:
     async def main() -> None:
         t = place(numbers(), "S0")
         mask = t > 1
-        assert torch.equal(torch.nonzero(await t), numbers().nonzero())
-        assert torch.equal(torch.unique(await t), numbers().unique())
+        assert torch.equal(await (await dtorch.aio.nonzero(t)), numbers().nonzero())
+        assert torch.equal(await (await dtorch.aio.unique(t)), numbers().unique())
+        assert await dtorch.aio.equal(t, t * 1) and not await dtorch.aio.allclose(t, t + 1)
         with dtorch.auto_redistribute():
             picked = t[await mask]
             assert isinstance(picked, dtorch.Tensor)
