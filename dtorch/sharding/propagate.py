@@ -68,6 +68,11 @@ def propagate(call: Call, *, auto: bool = False) -> Plan | Recipe:
     choices = strategies(found)
     limits = _Limits.of(call, have, want)
     picks = _decide(found, choices, call, have, limits)
+    if picks is None and 1 in call.mesh.shape:
+        alone = _where_ranks_are_many(call, have, limits)
+        if alone != have:
+            have, limits = alone, _Limits.of(call, alone, want)
+            picks = _decide(found, choices, call, have, limits)
     if picks is not None:
         return build(call, found, picks, have, ())
     if found.recipe is not None and (found.recipe.strict or auto):
@@ -80,6 +85,17 @@ def propagate(call: Call, *, auto: bool = False) -> Plan | Recipe:
                 moves = tuple((i, placements(n)) for i, (h, n) in enumerate(zip(have, needs, strict=True)) if h != n)
                 return build(call, found, picks, needs, moves)
     raise PlacementError(_explain(found, choices, call, have, limits, known=strict is not None))
+
+
+def _where_ranks_are_many(call: Call, have: Sequence[Codes], limits: _Limits) -> list[Codes]:
+    """`have` with Replicate on the mesh dims of one rank, where every placement means the same: a program runs on
+    ``tp=1`` as it does on ``tp=2``, and with a batch of one row. What is written keeps its placements.
+    """
+    many = [n > 1 for n in call.mesh.shape]
+    return [
+        codes if i in limits.still else tuple([c if m else 0 for c, m in zip(codes, many, strict=True)])
+        for i, codes in enumerate(have)
+    ]
 
 
 def _each(parts: Sequence[Call], auto: bool) -> list[Plan | Recipe]:

@@ -57,6 +57,33 @@ def test_replicate_meets_shard_by_a_local_slice() -> None:
     assert plan.which == (0, 1)
 
 
+ON_ONE_RANK = {
+    "softmax of its shard": Sample(aten._softmax.default, (rn(4, 6), 1, False)),
+    "view that joins a dim of size 1": Sample(aten.view.default, (rn(1, 3, 8), [3, 8])),
+    "scatter along its shard": Sample(aten.scatter.src, (rn(4, 6), 1, torch.zeros(4, 2, dtype=torch.int64), rn(4, 2))),
+    "scatter into what stays": Sample(aten.scatter_.src, (rn(4, 6), 1, torch.zeros(4, 2, dtype=torch.int64), rn(4, 2))),
+    "relu of summands": Sample(aten.relu.default, (rn(4, 6),)),
+    "no rule": Sample(aten.kthvalue.default, (rn(4, 6), 2)),
+}
+
+
+@pytest.mark.parametrize("mesh", [(1,), (1, 2), (2, 1)])
+@pytest.mark.parametrize("case", ON_ONE_RANK)
+def test_every_placement_is_legal_over_one_rank(case: str, mesh: tuple[int, ...]) -> None:
+    sample = ON_ONE_RANK[case]
+    count = len(make_call(sample, mesh, [(R,) * len(mesh)] * 3 if "scatter" in case else [(R,) * len(mesh)]).specs)
+    one = mesh.index(1)
+    for moved in range(count):
+        for placement in (S(0), S(1), P()):
+            if "stays" in case and moved == 0:
+                continue  # what is written keeps its placements
+            if placement == P() and "scatter" in case and moved == 1:
+                continue  # an index is no sum
+            have = [[R] * len(mesh) for _ in range(count)]
+            have[moved][one] = placement
+            check(sample, mesh, [tuple(h) for h in have])
+
+
 def test_replicate_meets_partial_on_the_lead_rank_only() -> None:
     plan = plan_of(ADD, (3,), [(P(),), (R,)])
     assert plan.outs[0] is not None
