@@ -43,7 +43,7 @@ _NAMES: dict[str, str] = {
         ],
         "data_dependent",
     ),
-    **dict.fromkeys(["Pressure", "in_flight", "pressure", "ready_to_send"], "pressure"),
+    **dict.fromkeys(["Pressure", "backlog", "in_flight", "ready_to_send"], "pressure"),
     **dict.fromkeys(["Batched", "batched"], "batching"),
     "prefetch": "prefetching",
 }  # fmt: skip

@@ -28,7 +28,7 @@ from ..mesh import DeviceMesh, as_mesh
 from ..runtime import blocking, modes, waiting
 from ..runtime import client as _client
 from .batching import close_queues
-from .pressure import Pressure, pressure
+from .pressure import Pressure, backlog
 
 __all__ = ["Session", "lifespan", "open", "strict"]
 
@@ -61,7 +61,7 @@ class Session:
     @property
     def pressure(self) -> Pressure:
         """How much work is in flight."""
-        return pressure()
+        return backlog()
 
     async def __aenter__(self) -> Session:
         global _sessions
@@ -130,7 +130,6 @@ class Session:
                 return
             # From here on a new session gets a pool of its own, however long this one takes to end.
             client = _client.detach()
-        await close_queues()
 
         def close() -> None:
             stop_early()
@@ -140,6 +139,7 @@ class Session:
         suspended = modes.suspend()
         try:
             with anyio.CancelScope(shield=True), anyio.fail_after(_CLOSING):
+                await close_queues()
                 await anyio.to_thread.run_sync(close, abandon_on_cancel=True)
         except TimeoutError:
             log.error("the executors have not ended within %g s; they end with this process at the latest", _CLOSING)

@@ -16,7 +16,7 @@ import anyio.lowlevel
 from ..runtime import modes, waiting
 from ..runtime.client import client, current_client
 
-__all__ = ["Pressure", "in_flight", "pressure", "ready_to_send"]
+__all__ = ["Pressure", "backlog", "in_flight", "ready_to_send"]
 
 # Seconds for which a coroutine that is never held up keeps the loop for itself.
 _TURN = 0.001
@@ -48,7 +48,7 @@ class Pressure:
     pauses: int
 
 
-def pressure() -> Pressure:
+def backlog() -> Pressure:
     """How much work is in flight now; all zeros where no pool runs."""
     c = current_client()
     bound = waiting.in_flight.get()
@@ -60,7 +60,7 @@ def pressure() -> Pressure:
 
 def in_flight() -> int:
     """Commands issued that the slowest executor has still to run."""
-    return pressure().in_flight
+    return backlog().in_flight
 
 
 async def ready_to_send() -> None:
