@@ -11,12 +11,10 @@ a caller that is cancelled leaves its rows behind and disturbs nobody.
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import copy
 import itertools
 import math
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ import anyio.lowlevel
 from ..errors import OverloadedError, PoolError
 from ..runtime.modes import Modes
 from .rows import Pack
+from .tasks import spawn
 
 __all__ = ["BatchMetrics", "Call", "Queue", "Request"]
 
@@ -209,7 +208,8 @@ class Queue:
         if self._ended is None:
             self._ended = anyio.Event()
             _alive.add(self)
-            self._task = _spawn(self._run, f"batches of {name}")
+            # Each batch brings a context of its own.
+            self._task = spawn(self._run, f"batches of {name}", contextvars.Context())
         return requests
 
     def withdraw(self, request: Request) -> None:
@@ -340,15 +340,6 @@ class Queue:
 
 def _since(group: Group) -> float:
     return group.since
-
-
-def _spawn(run: Callable[[], Any], name: str) -> object:
-    """Start a task that is nobody's child, in an empty context. anyio has no such tasks."""
-    context = contextvars.Context()
-    trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_task():
-        return trio.lowlevel.spawn_system_task(run, name=name, context=context)
-    return asyncio.get_running_loop().create_task(run(), name=name, context=context)
 
 
 def _twin(error: Exception) -> Exception:

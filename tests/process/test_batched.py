@@ -339,7 +339,7 @@ def test_the_window_adapts(backend: str) -> None:
             await settle()
             ask(10, 11, 12)
             await settle()
-            assert sorted(gated.batches[3])[:3] == [10, 11, 12] and gated.call.metrics.batches == 4
+            assert set(gated.batches[3]) == {10, 11, 12} and gated.call.metrics.batches == 4
             gated.open()
         assert counted(gated.call) and gated.call.metrics.pending == 0
 
