@@ -28,6 +28,16 @@ def _packed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, 
     return tuple([m and OutMeta(m.shape, contiguous_stride(m.shape), m.dtype) for m in outs])
 
 
+@closed_form("normal")
+def _normal(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs | None:
+    """Of tensors of means or deviations: packed, and drawn in that order, whatever their strides."""
+    if signature(func).inplace:
+        return (OutMeta(args[0].shape, args[0].stride, args[0].dtype),)
+    if not func._schema.overload_name.startswith(("Tensor", "float_Tensor")):
+        return None
+    return _packed(func, args, kwargs)
+
+
 @closed_form("native_group_norm_backward")
 def _group_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Outputs:
     """The meta kernel refuses inputs that are not contiguous."""

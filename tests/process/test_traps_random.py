@@ -202,3 +202,14 @@ def test_a_generator_of_ones_own_draws_what_it_draws_in_torch(place: str) -> Non
             got = f(_placed(_values(), place), mine)
         assert torch.equal(plain_of(got), wanted), name
         assert torch.equal(mine.get_state(), theirs.get_state()), name
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)], ids=str)
+def test_normal_draws_in_packed_order_whatever_the_strides_of_its_means(placement: Placement) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (3,))
+    mean, std = torch.randn(2, 4, 3).permute(2, 1, 0), torch.rand(2, 4, 3).permute(2, 1, 0)
+    torch.manual_seed(3)
+    want = torch.normal(mean, std)
+    args = [dtorch.distribute_tensor(t, mesh, [placement]) for t in (mean, std)]
+    dtorch.manual_seed(3)
+    torch.testing.assert_close(torch.normal(*args).to_torch(), want)
