@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format bench docs device clean
+.PHONY: help demo test check format bench conformance docs device clean
 .DELETE_ON_ERROR:
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test         all tests (PYTEST_ARGS='-k ring' for some of them)"
 	@echo "make check        ruff, pyright, import-linter: what CI checks besides the tests"
 	@echo "make bench        the benchmarks, each beside a named peer"
+	@echo "make conformance  torch's operator database through dtorch, in full; writes docs/conformance.md"
 	@echo "make docs         check that the documents' links and code snippets hold"
 	@echo "make device       what needs a GPU; says why where there is none"
 
@@ -49,6 +50,10 @@ bench: $(STAMP)-bench
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/plan_miss.py
+
+# CONFORMANCE_ARGS="--level B --only softmax" for a part.
+conformance: $(STAMP)-test
+	$(BIN)/python -m tests.conformance $(or $(CONFORMANCE_ARGS),--write-document)
 
 docs: $(STAMP)-test
 	$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import random
 import warnings
 from collections import Counter, defaultdict
@@ -273,34 +272,6 @@ def capture(
                     if key not in pool[c.func] and len(pool[c.func]) < cap:
                         pool[c.func][key] = c
     return [c for d in pool.values() for c in d.values()]
-
-
-# ---- discovery --------------------------------------------------------------------------------------
-
-
-def _in_child(work: Callable[[list[Any]], list[Any]], items: list[Any]) -> list[Any]:
-    if not items:
-        return []
-    r, w = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(r)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            with os.fdopen(w, "wb") as f:
-                pickle.dump(work(items), f)
-        finally:
-            os._exit(0)
-    os.close(w)
-    with os.fdopen(r, "rb") as f:
-        data = f.read()
-    _, status = os.waitpid(pid, 0)
-    if status == 0 and data:
-        return pickle.loads(data)
-    if len(items) == 1:
-        return []
-    half = len(items) // 2
-    return _in_child(work, items[:half]) + _in_child(work, items[half:])
 
 
 def meta_of(t: torch.Tensor | None) -> OutMeta | None:
