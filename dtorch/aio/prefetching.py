@@ -119,7 +119,8 @@ class _Source:
     """
 
     def __init__(self, loader: Any, place: Callable[[Any], Any], depth: int) -> None:
-        self._loader, self._place, self._depth = loader, place, depth
+        self._loader: Any = loader
+        self._place, self._depth = place, depth
         # (batch, None) or (None, error), in the loader's order
         self._ready: deque[tuple[Any, BaseException | None]] = deque()
         self._stopped = False
