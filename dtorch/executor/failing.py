@@ -275,8 +275,10 @@ class Failing:
 def _ranks_done(trace: TracebackType | None) -> int:
     """How many ranks of this executor had run the command when it raised."""
     while trace is not None:
-        made = trace.tb_frame.f_locals.get("ranks_done")
-        if made is not None:
+        frame = trace.tb_frame
+        # Asked of no other frame: its locals, once looked at, keep what they refer to for as long as it runs, and
+        # that of the executor's loop runs for ever.
+        if "ranks_done" in frame.f_code.co_varnames and (made := frame.f_locals.get("ranks_done")) is not None:
             return len(made)
         trace = trace.tb_next
     return 0
