@@ -18,7 +18,7 @@ from .future import TensorFuture
 from .graph import Graph, as_mesh, default_device_mesh
 from .mesh import DeviceMesh
 from .placement import Placement, Replicate, as_placements
-from .runtime import dispatch, moves, special
+from .runtime import dispatch, miss, moves, special
 from .runtime.client import client
 from .runtime.copies import UNTRACKED, settled
 from .runtime.refs import Ref
@@ -513,4 +513,4 @@ def choose_mesh(device: Any, device_mesh: DeviceMesh | None, graph: Graph | None
     return default_device_mesh() if graph is None else graph.default_device_mesh
 
 
-dispatch.bind(Tensor, special.know, special.miss)
+dispatch.bind(Tensor, special.know, miss.miss)
