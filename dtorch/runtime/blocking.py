@@ -61,7 +61,7 @@ _OPERATORS = {
 # Those among them with an awaitable form of their own name.
 _AWAITABLE = frozenset("argwhere bincount masked_select nonzero unique_consecutive".split())
 # The functions of dtorch that run them; each has the operator as `func`.
-_RUNNERS = frozenset({"_on_client", "_item", "_equal", "_masked", "verdict"})
+_RUNNERS = frozenset({"on_client", "_item", "_equal", "by_mask", "verdict"})
 _told: set[tuple[CodeType, int]] = set()
 
 
