@@ -95,7 +95,8 @@ def _embedding_bag(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dic
     fast = weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and weight.stride[1] == 1
     fast = fast and mode == 0 and a["padding_idx"] < 0
     index = indices.dtype if indices.dtype == offsets.dtype else torch.int64
-    sizes = (bags,)
+    # (Without a backward to come, a sum leaves room for the last offset.)
+    sizes = (offsets.shape[0] if mode == 0 and sig.stem == "_embedding_bag_forward_only" else bags,)
     width = weight.shape[1]
     saved = [(0,) if fast else indices.shape, sizes, (bags, width) if mode == 2 else sizes]
     return (
