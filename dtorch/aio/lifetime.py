@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextvars import Token
@@ -40,6 +41,15 @@ _CLOSING = 30.0
 _lock = threading.Lock()
 # How many sessions are open in this process; the pool in use ends with the last.
 _sessions = 0
+
+
+def _forked() -> None:
+    """In a forked child no session is open: those of the parent have the parent's pool."""
+    global _lock, _sessions
+    _lock, _sessions = threading.Lock(), 0
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Session:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -341,7 +342,7 @@ def test_a_task_that_only_issues_lets_the_others_run(loop: str) -> None:
             nonlocal beats
             while not stop.is_set():
                 beats += 1
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()
 
         async with anyio.create_task_group() as group:
             group.start_soon(heartbeat)
@@ -416,7 +417,7 @@ def test_context_variables_are_of_a_task(loop: str) -> None:
                     t = dtorch.ones(4)
                     assert t.device_mesh == mesh and t.dtype == dtype
                     assert (await t.sum()).item() == 4
-                    await anyio.sleep(0)
+                    await anyio.lowlevel.checkpoint()
                     a = dtorch.ones(4, device_mesh=two, placements=[Shard(0)])
                     if i % 2:
                         assert (await a.reshape(2, 2).T.reshape(4)).tolist() == [1.0] * 4
@@ -472,7 +473,7 @@ def test_training_and_evaluation_interleave_without_leaks(mesh: dtorch.DeviceMes
 
                 async def inner() -> None:
                     assert modes.current() == mine
-                    await anyio.sleep(0)
+                    await anyio.lowlevel.checkpoint()
                     assert modes.current() == mine
 
                 for _ in range(6):
