@@ -32,17 +32,14 @@ from collections.abc import Callable
 import anyio
 import anyio.lowlevel
 
+from . import hubs
 from .ambient import Ambient
+from .hubs import Ready
 from .shared import DEAD, WAITING, SharedState
 
 __all__ = ["Ready", "Waiting", "in_event_loop", "in_flight"]
 
-Ready = Callable[[], bool]
-
 _YIELDS = 20  # of the core, before a thread sleeps
-_PASSES = 20  # through an otherwise idle event loop, before it sleeps
-_CROWD = 4  # waiting in one loop: from there on one wake-up for all
-_RECHECK = 0.2  # seconds any sleep is limited to
 _THROTTLE = 0.002  # seconds between looks at the run-ahead bound
 
 
@@ -74,8 +71,8 @@ class Waiting:
         state: the pool's shared memory.
 
     Attributes:
-        on_wait: called when someone is about to wait for what is not ready; for waking executors that doze. In a crowded
-            loop it is called once for all who began to wait in one pass.
+        on_wait: called when someone is about to wait for what is not ready; for waking executors that doze. In a
+            crowded loop it is called once for all who began to wait in one pass.
         on_wake: called in the waiter's thread before it looks again; for draining replies.
         on_block: called when a thread is about to wait for something that is not ready; may warn or raise.
         over_bound: whether run-ahead is past the soft bound; waits last until it is not.
@@ -143,9 +140,9 @@ class Waiting:
 
     def crowded(self) -> bool:
         """Whether many already wait in the calling thread's asyncio loop: work for one more is told of with theirs."""
-        known: Callable[[], _AsyncioHub | None] | None = getattr(self._local, "asyncio", None)
+        known: Callable[[], hubs.AsyncioHub | None] | None = getattr(self._local, "asyncio", None)
         hub = known() if known is not None else None
-        return hub is not None and len(hub._pending) >= _CROWD
+        return hub is not None and len(hub._pending) >= hubs.CROWD
 
     async def pause(self) -> None:
         """Suspend the calling task while run-ahead is over its bound."""
@@ -216,7 +213,7 @@ class Waiting:
         self.enter()
         try:
             while not ready():
-                limit = _RECHECK
+                limit = hubs.RECHECK
                 if deadline is not None:
                     limit = min(limit, deadline - time.monotonic())
                     if limit <= 0:
@@ -227,20 +224,20 @@ class Waiting:
         finally:
             self.leave()
 
-    def _asyncio_hub(self) -> _AsyncioHub:
+    def _asyncio_hub(self) -> hubs.AsyncioHub:
         loop = asyncio.get_running_loop()
-        known: Callable[[], _AsyncioHub | None] | None = getattr(self._local, "asyncio", None)
+        known: Callable[[], hubs.AsyncioHub | None] | None = getattr(self._local, "asyncio", None)
         hub = known() if known is not None else None
         if hub is None or hub.loop is not loop or hub.closed:
-            hub = _AsyncioHub(self, loop)
+            hub = hubs.AsyncioHub(self, loop)
             self._local.asyncio = weakref.ref(hub)  # the loop alone keeps it alive
         return hub
 
-    def _anyio_hub(self) -> _AnyioHub:
+    def _anyio_hub(self) -> hubs.AnyioHub:
         token = anyio.lowlevel.current_token()
-        hub: _AnyioHub | None = getattr(self._local, "anyio", None)
+        hub: hubs.AnyioHub | None = getattr(self._local, "anyio", None)
         if hub is None or hub.token != token:
-            hub = self._local.anyio = _AnyioHub(self, token)
+            hub = self._local.anyio = hubs.AnyioHub(self, token)
         return hub
 
 
@@ -249,190 +246,6 @@ def _in_asyncio_task() -> bool:
         return asyncio.current_task() is not None
     except RuntimeError:
         return False
-
-
-class _AsyncioHub:
-    """All that waits in one asyncio loop: one reader, and one timer, while anything is pending.
-
-    Invariant: this loop is counted in the waiting count exactly while :attr:`_pending` is not empty.
-    """
-
-    def __init__(self, waiting: Waiting, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.closed = False
-        self._waiting = waiting
-        self._pending: dict[asyncio.Future[None], Ready] = {}
-        self._passing = self._announcing = False
-        self._epoll = waiting.epoll()
-        loop.add_reader(self._epoll.fileno(), self._on_readable)
-        loop.call_later(_RECHECK, self._on_timer)
-
-    def __del__(self) -> None:
-        if self._pending:
-            self._waiting._lost.append(1)
-
-    async def wait(self, ready: Ready) -> None:
-        if not self._pending and not self._passing:
-            self._waiting.on_wait()
-            # Alone here: a few passes cost less than a sleep and a wake-up. With company they would cost the others.
-            self._passing = True
-            try:
-                for _ in range(_PASSES):
-                    await asyncio.sleep(0)
-                    if ready():
-                        return
-                    if self._pending:
-                        break
-            finally:
-                self._passing = False
-        else:
-            self._announce()
-        future = self._add(ready)
-        try:
-            if not ready():
-                await future
-        finally:
-            self._remove(future)
-
-    def _announce(self) -> None:
-        """Say that someone waits: at once where few do, else when all tasks of this pass have issued their work.
-
-        An executor that runs as soon as there is one command has to be woken for the next one again.
-        """
-        if len(self._pending) < _CROWD:
-            self._waiting.on_wait()
-        elif not self._announcing:
-            self._announcing = True
-            self.loop.call_soon(self._announced)
-
-    def _announced(self) -> None:
-        self._announcing = False
-        self._waiting.on_wait()
-
-    def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
-        self._announce()
-        future = self._add(ready)
-        future.add_done_callback(lambda _: callback())
-        if ready():
-            self._remove(future)
-            future.set_result(None)
-
-    def _add(self, ready: Ready) -> asyncio.Future[None]:
-        future = self.loop.create_future()
-        if not self._pending:
-            self._waiting.enter()
-        self._pending[future] = ready
-        return future
-
-    def _remove(self, future: asyncio.Future[None]) -> None:
-        if self._pending.pop(future, None) is not None and not self._pending:
-            self._waiting.leave()
-
-    def _scan(self) -> None:
-        for future, ready in list(self._pending.items()):
-            try:
-                done = ready()
-            except BaseException as error:
-                if not future.done():
-                    future.set_exception(error)
-                done = True
-            if done:
-                if not future.done():
-                    future.set_result(None)
-                self._remove(future)
-
-    def _on_readable(self) -> None:
-        self._epoll.poll(0)
-        self._waiting.on_wake()
-        self._scan()
-
-    def _on_timer(self) -> None:
-        if self._pending:
-            self._waiting.on_wake()
-            self._scan()
-        if self._pending or self._passing:
-            self.loop.call_later(_RECHECK, self._on_timer)
-        else:
-            self._close()
-
-    def _close(self) -> None:
-        self.closed = True
-        self.loop.remove_reader(self._epoll.fileno())
-        self._epoll.close()
-
-
-class _Waiter:
-    """One task that waits in an :class:`_AnyioHub`."""
-
-    __slots__ = ("done", "error", "event", "ready")
-
-    def __init__(self, ready: Ready) -> None:
-        self.ready = ready
-        self.event = anyio.Event()
-        self.done = False
-        self.error: BaseException | None = None
-
-    def look(self) -> None:
-        try:
-            self.done = self.ready()
-        except BaseException as error:
-            self.error, self.done = error, True
-        if self.done:
-            self.event.set()
-
-
-class _AnyioHub:
-    """All that waits in one event loop that is not asyncio's.
-
-    anyio allows one waiter per descriptor, and nothing may outlive the tasks that wait; so one of them leads: it
-    waits for the epoll and looks on behalf of all. When it is done or cancelled it hands over to another.
-
-    Invariants: this loop is counted in the waiting count exactly while :attr:`_pending` is not empty; whenever a
-    task suspends here, one of the pending leads or has been told to.
-    """
-
-    def __init__(self, waiting: Waiting, token: object) -> None:
-        self.token = token
-        self._pending: dict[_Waiter, None] = {}
-        self._leader: _Waiter | None = None
-        self._epoll = waiting.epoll()
-
-    async def wait(self, waiting: Waiting, ready: Ready) -> None:
-        me = _Waiter(ready)
-        if not self._pending:
-            waiting.enter()
-        self._pending[me] = None
-        try:
-            waiting.on_wait()
-            me.look()
-            while not me.done:
-                if self._leader is None:
-                    await self._lead(waiting, me)
-                else:
-                    await me.event.wait()
-                    me.event = anyio.Event()
-        finally:
-            del self._pending[me]
-            if not self._pending:
-                waiting.leave()
-            elif self._leader is None:
-                next(iter(self._pending)).event.set()
-        if me.error is not None:
-            raise me.error
-
-    async def _lead(self, waiting: Waiting, me: _Waiter) -> None:
-        self._leader = me
-        try:
-            while not me.done:
-                with anyio.move_on_after(_RECHECK):
-                    await anyio.wait_readable(self._epoll.fileno())
-                self._epoll.poll(0)
-                waiting.on_wake()
-                for waiter in list(self._pending):
-                    if not waiter.done:
-                        waiter.look()
-        finally:
-            self._leader = None
 
 
 class _Helper:

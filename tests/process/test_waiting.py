@@ -15,8 +15,8 @@ import anyio.lowlevel
 import pytest
 import trio
 
+from dtorch.runtime import hubs
 from dtorch.runtime import ring as ring_module
-from dtorch.runtime import waiting as waiting_module
 from dtorch.runtime.waiting import Ready, Waiting, in_event_loop
 from tests.process.echo_executor import HOLD, EchoPool
 
@@ -143,7 +143,7 @@ def test_an_error_in_ready_reaches_its_waiter_alone(pool: EchoPool, backend: str
         def bad() -> bool:
             nonlocal looks
             looks += 1
-            if looks > waiting_module._PASSES + 4:
+            if looks > hubs._PASSES + 4:
                 raise ZeroDivisionError
             return False
 
@@ -154,7 +154,7 @@ def test_an_error_in_ready_reaches_its_waiter_alone(pool: EchoPool, backend: str
         async with anyio.create_task_group() as group:
             group.start_soon(fails)
             await anyio.sleep(0.01)
-            while looks <= waiting_module._PASSES + 4:
+            while looks <= hubs._PASSES + 4:
                 await pool.waiting.wait_loop(pool.issue(2000).is_done)
 
     anyio.run(main, backend=backend)
@@ -178,7 +178,7 @@ def test_idle_loop_has_no_reader(pool: EchoPool) -> None:
         await pool.waiting.wait_loop(pool.issue(20_000).is_done)
         hub = pool.waiting._local.asyncio()
         assert not hub.closed
-        await asyncio.sleep(2.5 * waiting_module._RECHECK)
+        await asyncio.sleep(2.5 * hubs.RECHECK)
         assert hub.closed
         await pool.waiting.wait_loop(pool.issue(20_000).is_done)
 
@@ -297,7 +297,7 @@ def test_stress(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Without the timed second looks, so that a single lost wake-up shows.
     """
-    monkeypatch.setattr(waiting_module, "_RECHECK", 1000)
+    monkeypatch.setattr(hubs, "RECHECK", 1000)
     monkeypatch.setattr(ring_module, "_RECHECK_MS", 1_000_000)
     pool = EchoPool(ring_bytes=1 << 13)
     per = 6000
