@@ -177,24 +177,24 @@ class _Source:
         self._scope = anyio.CancelScope()
         self._arrived, self._room, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
         self._soon = call_later_here()
-        self._task = spawn(self._run, "prefetch", contextvars.copy_context())
+        self._task = spawn(self._run, "prefetch", contextvars.copy_context(), self._end)
 
     async def _run(self) -> None:
-        last: Exception | None = PoolError("prefetch: loading was cancelled with its event loop")
         try:
             with self._scope:
                 await (self._pull_async() if hasattr(self._loader, "__aiter__") else self._pull())
-                last = None
-        except Exception as error:
-            last = error
-        finally:
-            if last is not None:
-                self._put(None, last)
-            del last
             self._over = True
-            self._loader = None
-            self._arrived.set()
-            self._ended.set()
+        except Exception as error:
+            self._put(None, error)
+            self._over = True
+
+    def _end(self) -> None:
+        if not self._over:
+            self._put(None, PoolError("prefetch: loading was cancelled with its event loop"))
+        self._over = True
+        self._loader = None
+        self._arrived.set()
+        self._ended.set()
 
     async def _pull(self) -> None:
         thread = anyio.CapacityLimiter(1)

@@ -17,7 +17,7 @@ import itertools
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -67,7 +67,10 @@ class BatchMetrics:
     batches: int = 0
     rows: int = 0
     padding_rows: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # No field of the dataclass: asdict() is the counters.
+        self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
         """Add to counters by name; from any thread."""
@@ -155,7 +158,7 @@ class Group:
 class Queue:
     """The requests of one function in one event loop; touched by that loop's thread alone.
 
-    Invariant: whenever a request waits or a batch runs, :meth:`_run` is running or about to.
+    Invariant: whenever a request waits or a batch runs, the task of :meth:`_run` has not ended; `_ended` is its event.
     """
 
     def __init__(self, limits: Limits, metrics: BatchMetrics) -> None:
@@ -206,10 +209,10 @@ class Queue:
         self._waiting += len(requests)
         self.metrics.add(queue_depth=len(requests))
         if self._ended is None:
-            self._ended = anyio.Event()
+            self._ended = ended = anyio.Event()
             _alive.add(self)
             # Each batch brings a context of its own.
-            self._task = spawn(self._run, f"batches of {name}", contextvars.Context())
+            self._task = spawn(self._run, f"batches of {name}", contextvars.Context(), lambda: self._over(ended))
         return requests
 
     def withdraw(self, request: Request) -> None:
@@ -237,32 +240,32 @@ class Queue:
     # -- the task that sends ------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        ended = self._ended
-        assert ended is not None
-        try:
-            async with anyio.create_task_group() as tasks:
-                self._scope = tasks.cancel_scope
-                while self._waiting or self._running:
-                    self._changed = anyio.Event()
-                    group, pause = self._next(anyio.current_time())
-                    if group is not None:
-                        self._running += 1
-                        tasks.start_soon(self._send, self._batch(group))
-                        # It starts before the next one does: trio draws lots among tasks that start together.
-                        await anyio.lowlevel.checkpoint()
-                        continue
-                    with anyio.move_on_after(pause):
-                        await self._changed.wait()
-                # From here on a new request starts a new task.
-                self._end()
-        finally:
-            if self._ended is ended:
-                self._abandon("its event loop ended")
-                self._running = 0
-                self._end()
-            ended.set()
+        async with anyio.create_task_group() as tasks:
+            self._scope = tasks.cancel_scope
+            while self._waiting or self._running:
+                self._changed = anyio.Event()
+                group, pause = self._next(anyio.current_time())
+                if group is not None:
+                    self._running += 1
+                    tasks.start_soon(self._send, self._batch(group))
+                    # It starts before the next one does: trio draws lots among tasks that start together.
+                    await anyio.lowlevel.checkpoint()
+                    continue
+                with anyio.move_on_after(pause):
+                    await self._changed.wait()
+            # From here on a new request starts a new task.
+            self._idle()
 
-    def _end(self) -> None:
+    def _over(self, ended: anyio.Event) -> None:
+        """The task that sends has ended: by itself, or it was cancelled."""
+        if self._ended is ended:
+            self._abandon("the task that sends batches was cancelled, as at the end of a loop,")
+            self._sent.clear()
+            self._running = 0
+            self._idle()
+        ended.set()
+
+    def _idle(self) -> None:
         self._ended = self._scope = self._task = None
         _alive.discard(self)
 

@@ -18,14 +18,33 @@ def _trio() -> Any:
     return trio if trio is not None and trio.lowlevel.in_trio_task() else None
 
 
-def spawn(run: Callable[[], Coroutine[Any, Any, None]], name: str, context: contextvars.Context) -> object:
-    """Start a task in the running loop, in `context`. `run` must raise nothing; keep what this returns until it ends.
+def spawn(
+    run: Callable[[], Coroutine[Any, Any, None]],
+    name: str,
+    context: contextvars.Context,
+    on_end: Callable[[], object],
+) -> object:
+    """Start a task in the running loop, in `context`. It is cancelled when the loop ends.
 
-    It is cancelled when the loop ends.
+    Args:
+        run: what it does; must raise nothing.
+        on_end: called when it has ended, even if it was cancelled before it began.
+
+    Returns:
+        Something to keep until it has ended.
     """
     if trio := _trio():
-        return trio.lowlevel.spawn_system_task(run, name=name, context=context)
-    return asyncio.get_running_loop().create_task(run(), name=name, context=context)
+
+        async def runs() -> None:
+            try:
+                await run()
+            finally:
+                on_end()
+
+        return trio.lowlevel.spawn_system_task(runs, name=name, context=context)
+    task = asyncio.get_running_loop().create_task(run(), name=name, context=context)
+    task.add_done_callback(lambda _: on_end())
+    return task
 
 
 def call_later_here() -> Callable[[Callable[[], object]], None]:

@@ -353,3 +353,20 @@ def test_the_end_of_the_loop_in_the_middle_is_no_hang(mesh: dtorch.DeviceMesh) -
 
     asyncio.run(main())
     assert loader.closed == 1
+
+
+def test_a_task_that_is_cancelled_from_outside_is_told(mesh: dtorch.DeviceMesh) -> None:
+    async def main() -> None:
+        for passes in range(1, 5):
+            iterator = aiter(prefetch(Loader(10**9).sync(), mesh, [Shard(0)]))
+            first = asyncio.ensure_future(anext(iterator))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            for task in asyncio.all_tasks() - {asyncio.current_task(), first}:
+                task.cancel()
+            with anyio.fail_after(20), pytest.raises(dtorch.PoolError, match="loading was cancelled"):
+                await first
+                while True:
+                    await anext(iterator)
+
+    asyncio.run(main())
