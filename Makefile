@@ -50,6 +50,8 @@ bench: $(STAMP)-bench
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/plan_miss.py
+	$(BIN)/python benchmarks/await_latency.py
+	$(BIN)/python benchmarks/event_loop.py
 
 # CONFORMANCE_ARGS="--level B --only softmax" for a part.
 conformance: $(STAMP)-test
