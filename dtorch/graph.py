@@ -54,8 +54,9 @@ def default_device_mesh() -> DeviceMesh:
     return _mesh.get() or Graph.default_graph().default_device_mesh
 
 
-def set_device_mesh(mesh: DeviceMesh) -> Token[DeviceMesh | None]:
-    """Make `mesh` the default mesh of this context; what :func:`reset_device_mesh` needs to undo that."""
+def set_device_mesh(mesh: DeviceMesh | None) -> Token[DeviceMesh | None]:
+    """Make `mesh` the default mesh of this context (``None``: it has none of its own, and torch's factories make plain
+    tensors); what :func:`reset_device_mesh` needs to undo that."""
     return _mesh.set(mesh)
 
 

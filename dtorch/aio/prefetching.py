@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import inspect
 import logging
 from collections import deque
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PoolError
 from ..factories import distribute_tensor
+from ..graph import default_device_mesh, set_device_mesh
 from ..mesh import DeviceMesh, as_mesh
 from ..placement import Placement
 from ..runtime import modes
@@ -56,7 +58,8 @@ class Prefetch:
         self._entered: BatchIterator | None = None
 
     def __aiter__(self) -> BatchIterator:
-        return BatchIterator(_Source(self._loader, self._place, self._depth))
+        place = functools.partial(_placed, placements=self._placements, mesh=self._mesh or default_device_mesh())
+        return BatchIterator(_Source(self._loader, place, self._depth))
 
     async def __aenter__(self) -> BatchIterator:
         if self._entered is not None:
@@ -74,9 +77,6 @@ class Prefetch:
     def __len__(self) -> int:
         """How many batches the loader says it has."""
         return len(self._loader)
-
-    def _place(self, batch: Any) -> Any:
-        return _placed(batch, self._placements, self._mesh)
 
 
 class BatchIterator:
@@ -174,10 +174,13 @@ class _Source:
     # -- the task that loads ------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        # A loader makes its batches on the host, whatever mesh torch's factories are routed to around the loop.
+        context = contextvars.copy_context()
+        context.run(set_device_mesh, None)
         self._scope = anyio.CancelScope()
         self._arrived, self._room, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
         self._soon = call_later_here()
-        self._task = spawn(self._run, "prefetch", contextvars.copy_context(), self._end)
+        self._task = spawn(self._run, "prefetch", context, self._end)
 
     async def _run(self) -> None:
         try:
@@ -290,7 +293,7 @@ def prefetch(loader: Any, mesh: DeviceMesh | str | None = None, placements: Any 
     return Prefetch(loader, mesh, placements, depth)
 
 
-def _placed(batch: Any, placements: Any, mesh: DeviceMesh | None) -> Any:
+def _placed(batch: Any, placements: Any, mesh: DeviceMesh) -> Any:
     """`batch` with its tensors placed on `mesh`."""
     if isinstance(batch, torch.Tensor) and _for_all(placements):
         given = [placements] if isinstance(placements, Placement) else placements

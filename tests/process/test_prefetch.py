@@ -158,6 +158,27 @@ def test_arguments_are_checked_at_the_call(mesh: dtorch.DeviceMesh) -> None:
 
 
 @BACKENDS
+@KINDS
+def test_a_loader_makes_plain_tensors_whatever_the_default_mesh_is(
+    mesh: dtorch.DeviceMesh, backend: str, kind: str
+) -> None:
+    made: list[torch.Tensor] = []
+
+    class Watched(Loader):
+        def _batch(self, i: int) -> torch.Tensor:
+            made.append(super()._batch(i))
+            return made[-1]
+
+    async def main() -> None:
+        async with dtorch.aio.open(mesh=mesh):
+            async for batch in prefetch(Watched(3).of(kind)):
+                assert batch.device_mesh == mesh
+        assert len(made) == 3 and all(type(t) is torch.Tensor for t in made)
+
+    anyio.run(main, backend=backend)
+
+
+@BACKENDS
 def test_torchs_data_loader_epoch_after_epoch(mesh: dtorch.DeviceMesh, backend: str) -> None:
     data = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
 
