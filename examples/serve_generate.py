@@ -30,9 +30,9 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from gpt import GPT, PLAN, batches, load, read_text
 from pydantic import BaseModel, Field
-from serving import Requests, Sample, answer_errors, prometheus, serve
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
+from web import Requests, Sample, answer_errors, prometheus, serve
 
 import dtorch
 from dtorch import Replicate, Shard

@@ -154,7 +154,7 @@ def truth() -> dict[str, torch.Tensor]:
 @REAL_MODEL
 @pytest.mark.parametrize("args", [(), ("--tp", 2), ("--dp", 2)], ids=["one", "tp", "dp"])
 async def test_embeddings_equal_plain_torch(truth: dict[str, torch.Tensor], args: tuple[object, ...]) -> None:
-    with serving("serve_embeddings", *args) as server:
+    with serving("serve_embeddings", "--warm", 0, *args) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=100) as http:
 
             async def embed(texts: list[str]) -> None:
@@ -179,7 +179,7 @@ async def test_embeddings_equal_plain_torch(truth: dict[str, torch.Tensor], args
 
 @REAL_MODEL
 async def test_a_full_queue_and_clients_that_leave() -> None:
-    with serving("serve_embeddings", "--max-queue", 4, "--max-batch", 4) as server:
+    with serving("serve_embeddings", "--warm", 0, "--max-queue", 4, "--max-batch", 4) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=100) as http:
             long = {"texts": ["word " * 400] * 4}
 
@@ -210,7 +210,7 @@ async def test_a_full_queue_and_clients_that_leave() -> None:
 @REAL_MODEL
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 async def test_the_end_answers_what_has_come_in(truth: dict[str, torch.Tensor], sig: signal.Signals) -> None:
-    with serving("serve_embeddings", "--max-batch", 4) as server:
+    with serving("serve_embeddings", "--warm", 0, "--max-batch", 4) as server:
         executors = server.family()
         assert executors
         async with httpx.AsyncClient(base_url=server.url, timeout=100) as http:

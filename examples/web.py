@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 import time
 from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -69,11 +72,22 @@ class Requests:
         yield f"{name}_seconds_count", "histogram", ended, {}
 
 
+def process_samples() -> Iterator[Sample]:
+    """What must not grow with the number of requests."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    yield "process_resident_memory_bytes", "gauge", pages * os.sysconf("SC_PAGE_SIZE"), {}
+    yield "process_open_fds", "gauge", len(os.listdir("/proc/self/fd")), {}
+    yield "asyncio_tasks", "gauge", len(asyncio.all_tasks()), {}
+    memory = dtorch.Graph.get_memory_stats()
+    yield "dtorch_arena_blocks", "gauge", memory["blocks"], {}
+    yield "dtorch_arena_bytes", "gauge", memory["used"], {}
+
+
 def prometheus(samples: Iterable[Sample]) -> PlainTextResponse:
     """The text format of Prometheus."""
     lines: list[str] = []
     told: set[str] = set()
-    for name, kind, value, labels in samples:
+    for name, kind, value, labels in (*samples, *process_samples()):
         family = (
             name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") if kind == "histogram" else name
         )
@@ -81,7 +95,7 @@ def prometheus(samples: Iterable[Sample]) -> PlainTextResponse:
             told.add(family)
             lines.append(f"# TYPE {family} {kind}")
         shown = ",".join(f'{key}="{text}"' for key, text in labels.items())
-        lines.append(f"{name}{{{shown}}} {value:g}" if shown else f"{name} {value:g}")
+        lines.append(f"{name}{{{shown}}} {value!r}" if shown else f"{name} {value!r}")
     return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
 
