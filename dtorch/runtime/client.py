@@ -45,7 +45,6 @@ from .failures import Failures
 from .operators import Operators
 from .refs import FREE_RECORDS, Plan, freed, next_ref
 from .ring import Writer
-from .scheduler import Pressure
 from .shared import DEAD, EXECUTOR_READ, EXECUTOR_UPLOADED, executor_line
 from .slots import Slots
 from .values import Values
@@ -76,6 +75,8 @@ class Client:
         self.control = self.state.control
         self.ring_bytes = self.state.ring_bytes
         self.blocking = self.config.blocking
+        # How far behind the slowest executor was, when so many commands were issued.
+        self._behind = (0, 0)
         self.arena = Arena(self.state)
         self.waiting = Waiting(
             self.state,
@@ -362,8 +363,17 @@ class Client:
     def over_bound(self) -> bool:
         """Whether more commands are in flight than this context allows. Executors that lag are woken then."""
         bound = in_flight.get()
-        if bound is None or self.writer.behind() < bound:
-            return self.writer.pressure() is not Pressure.NONE
+        if bound is None or bound > self.config.run_ahead_soft:
+            bound = self.config.run_ahead_soft
+        # No executor has fallen behind by more than was issued since they were looked at: mostly nobody need look.
+        issued = self.writer.issued
+        behind, then = self._behind
+        if behind + issued - then < bound:
+            return False
+        behind = self.writer.behind()
+        self._behind = (behind, issued)
+        if behind < bound:
+            return False
         self.writer.wake(self.writer.readers, sync=True)
         return True
 

@@ -122,7 +122,12 @@ class Failures:
 
     def note(self, position: int, frame: FrameType) -> None:
         """Remember that the command at `position` was issued from `frame`."""
-        f = user_frame(frame)
+        f: Any = frame
+        try:
+            while internal_files[f.f_code.co_filename]:
+                f = f.f_back
+        except (KeyError, AttributeError):  # a file not seen before, or no frame of the user's
+            f = user_frame(frame)
         k = position >> 1 & SITE_MASK
         self.codes[k] = f.f_code
         self.instructions[k] = f.f_lasti

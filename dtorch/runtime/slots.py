@@ -72,7 +72,12 @@ class Ticket:
 
     def failed(self) -> tuple[int, ...]:
         """Executors that answered with an error."""
-        word = self.pending | ERROR
+        word, control = self.pending | ERROR, self._control
+        for i in self._indexes:
+            if control[i] == word:
+                break
+        else:
+            return ()
         return tuple(e for e, i in zip(self.executors, self._indexes, strict=True) if self._control[i] == word)
 
 
