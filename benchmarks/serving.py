@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -66,6 +67,8 @@ def serve_torch(kind: str, port: int, pool: int) -> None:
     async def lifespan(app: Any) -> Any:
         anyio.to_thread.current_default_thread_limiter().total_tokens = pool
         vectors(["warm"])
+        gc.collect()
+        gc.freeze()
         yield
 
     app = fastapi.FastAPI(lifespan=lifespan)

@@ -30,7 +30,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, Field
 from transformers import AutoModel, AutoTokenizer
-from web import Requests, Sample, answer_errors, prometheus, serve, unless_disconnected
+from web import Requests, Sample, answer_errors, prometheus, serve, settle, unless_disconnected
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -112,6 +112,7 @@ def application(embedder: Embedder, warm: int, **batching: Any) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with dtorch.aio.lifespan(mesh=embedder.mesh, strict=True)(app):
             await embedder.warm_up(batching["max_size"], warm)
+            settle()
             yield
 
     app = FastAPI(title="all-MiniLM-L6-v2 on dtorch", lifespan=lifespan)

@@ -32,7 +32,7 @@ from gpt import GPT, PLAN, batches, load, read_text
 from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from web import Requests, Sample, answer_errors, prometheus, serve
+from web import Requests, Sample, answer_errors, prometheus, serve, settle
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -249,6 +249,7 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
         async with dtorch.aio.lifespan(mesh=mesh, strict=True)(app):
             engine = Engine(model, mesh, slots, max_queue)
             await engine.warm_up()
+            settle()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.run)
                 yield

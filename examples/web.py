@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import time
@@ -138,6 +139,14 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> PlainTextResponse:
         return PlainTextResponse(status_code=499)
+
+
+def settle() -> None:
+    """At the end of the start: what there is by now stays. Going through all of it, torch and transformers included,
+    the garbage collector would stop the loop for a tenth of a second, again and again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def serve(app: FastAPI, host: str, port: int) -> None:
