@@ -53,18 +53,19 @@ async def one_by_one(call: Callable[[], Awaitable[Any]], n: int) -> list[float]:
     return taken
 
 
-async def in_flight(call: Callable[[], Awaitable[Any]], at_once: int, total: int) -> float:
-    """Awaits/s of `total`, `at_once` of them in flight: as many tasks, each awaiting one value after another."""
+async def in_flight(call: Callable[[], Awaitable[Any]], at_once: int, total: int) -> tuple[float, float]:
+    """(awaits/s, µs of this process per await) of `total`, `at_once` of them in flight: as many tasks, each awaiting
+    one value after another."""
 
     async def task() -> None:
         for _ in range(total // at_once):
             await call()
 
-    start = time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):
             group.create_task(task())
-    return total / (time.perf_counter() - start)
+    return total / (time.perf_counter() - start), (time.process_time() - cpu) / total * 1e6
 
 
 async def pending(seconds: float) -> float:
@@ -107,20 +108,23 @@ async def measure(rounds: int, seconds: float) -> None:
         for name, call in peers.items():
             n = 300 if name != "Ray actor" else 30
             taken = sorted(await one_by_one(call, n))
-            rate = await in_flight(call, 1000, 5000 if name != "Ray actor" else 1000)
-            rows[name].append([statistics.median(taken), taken[int(0.99 * n)], rate])
+            rate, cpu = await in_flight(call, 1000, 5000 if name != "Ray actor" else 1000)
+            rows[name].append([statistics.median(taken), taken[int(0.99 * n)], rate, cpu])
     share = await pending(seconds)
 
     print(f"awaits from asyncio, medians of {rounds} rounds; {conditions()}\n")
     medians = {
         name: [statistics.median(column) for column in zip(*figures, strict=True)] for name, figures in rows.items()
     }
-    shown = [[name, f"{p50:.0f}", f"{p99:.0f}", f"{rate:,.0f}"] for name, (p50, p99, rate) in medians.items()]
+    shown = [
+        [name, f"{p50:.0f}", f"{p99:.0f}", f"{rate:,.0f}", f"{cpu:.0f}"]
+        for name, (p50, p99, rate, cpu) in medians.items()
+    ]
     if reason:
-        shown.append([f"Ray: skipped, {reason}", "", "", ""])
-    print(table(["", "p50, µs", "p99, µs", "awaits/s, 1,000 in flight"], shown))
+        shown.append([f"Ray: skipped, {reason}", "", "", "", ""])
+    print(table(["", "p50, µs", "p99, µs", "awaits/s, 1,000 in flight", "client's CPU per await, µs"], shown))
     print(f"\none pending await: {share:.2f} % of a core over {seconds:g} s\n")
-    p50, _, rate = medians["dtorch"]
+    p50, _, rate, _ = medians["dtorch"]
     found = dict(zip(TARGETS, (p50, rate, share), strict=True))
     for name, target in TARGETS.items():
         met = found[name] >= target if name == "awaits/s" else found[name] <= target
