@@ -5,7 +5,8 @@
 
 All servers run the same model, tokenizer and handler on the same cores, one after the other. The load generator runs
 beside them, pinned to the last core, and its processor time is printed: it is taken from the servers. `/healthz` is
-`async def` everywhere; it is asked every 20 ms, and its latency counts from when it should have been asked.
+`async def` everywhere; it is asked every 20 ms, and its latency counts from when it should have been asked. "CPU ms" is
+the processor time that a server and its executors take per request: what a busy machine leaves comparable.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Load:
     embed: list[float] = field(default_factory=list)  # seconds of each answered request
     health: list[float] = field(default_factory=list)
     others: int = 0  # answers that are not 200
+    asked: int = 0  # all that were sent, warm-up included
     seconds: float = 0.0
 
 
@@ -153,6 +155,7 @@ async def load(port: int, clients: int, seconds: float) -> Load:
         while (asked := time.perf_counter()) < end:
             status = await client.ask(requests[i % len(requests)])
             answered = time.perf_counter()
+            found.asked += 1
             if start <= answered <= end:
                 if status == 200:
                     found.embed.append(answered - asked)
@@ -228,9 +231,24 @@ def fetch(port: int, path: str) -> str:
         return b"".join(iter(lambda: s.recv(1 << 16), b"")).decode().partition("\r\n\r\n")[2]
 
 
+def cpu_seconds(root: int) -> float:
+    """Processor time that `root` and the processes below it have taken."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family = [root]
+    for pid in family:
+        family.extend(child for child, parent in parents.items() if parent == pid)
+    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
-def server(command: list[str], threads: int) -> Iterator[int]:
-    """A server's port, as soon as it answers."""
+def server(command: list[str], threads: int) -> Iterator[tuple[int, int]]:
+    """A server's port and process, as soon as it answers."""
     port = free_port()
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
@@ -248,7 +266,7 @@ def server(command: list[str], threads: int) -> Iterator[int]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{command} did not start")
             time.sleep(0.1)
-        yield port
+        yield port, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -272,19 +290,20 @@ class Row:
     p99: float
     health: float
     generator: float
+    work: float  # processor time of a request, in milliseconds
 
     def __str__(self) -> str:
         return (
             f"{self.name:44s} {self.rate:8.1f} {self.p50:9.1f} {self.p99:9.1f} {self.health:12.1f}"
-            f" {100 * self.generator:9.0f} %"
+            f" {self.work:9.1f} {100 * self.generator:9.0f} %"
         )
 
 
 def measure(name: str, command: list[str], threads: int, args: argparse.Namespace) -> Row:
-    with server(command, threads) as port:
-        busy = time.process_time()
+    with server(command, threads) as (port, pid):
+        busy, worked = time.process_time(), cpu_seconds(pid)
         found = asyncio.run(load(port, args.clients, args.seconds))
-        busy = time.process_time() - busy
+        busy, worked = time.process_time() - busy, cpu_seconds(pid) - worked
     row = Row(
         name,
         len(found.embed) / found.seconds,
@@ -292,6 +311,7 @@ def measure(name: str, command: list[str], threads: int, args: argparse.Namespac
         percentile(found.embed, 99),
         percentile(found.health, 99),
         busy / (found.seconds + WARM_UP),
+        1e3 * worked / max(found.asked, 1),
     )
     print(row, f"  ({found.others} refused)" if found.others else "", flush=True)
     return row
@@ -302,7 +322,9 @@ def compare(args: argparse.Namespace) -> None:
     mine = [str(Path(__file__)), "--serve"]
     example = str(ROOT / "examples" / "serve_embeddings.py")
     print(f"{args.clients} clients, {args.seconds:g} s each, {cores} cores, load before {os.getloadavg()[0]:.1f}")
-    print(f"{'':44s} {'req/s':>8s} {'p50 ms':>9s} {'p99 ms':>9s} {'healthz p99':>12s} {'generator':>11s}")
+    print(
+        f"{'':44s} {'req/s':>8s} {'p50 ms':>9s} {'p99 ms':>9s} {'healthz p99':>12s} {'CPU ms':>9s} {'generator':>11s}"
+    )
     ours = [measure("dtorch, one executor", [example], 1, args)]
     if cores > 1:
         ours.append(measure("dtorch, --dp 2", [example, "--dp", "2"], 1, args))
@@ -316,10 +338,11 @@ def compare(args: argparse.Namespace) -> None:
     print(f"load after {os.getloadavg()[0]:.1f}")
     loop, pool = max(loops, key=lambda r: r.rate), max(pools, key=lambda r: r.rate)
     quick = min(pools, key=lambda r: r.health)
+    least = min(r.work for r in (*loops, *pools))
     for row in ours:
         print(
             f"{row.name}: requests/s {row.rate / pool.rate:.2f} x the best pool's,"
-            f" {row.rate / loop.rate:.2f} x async def's;\n"
+            f" {row.rate / loop.rate:.2f} x async def's; {least / row.work:.2f} x fewer CPU ms than their least;\n"
             f"  healthz p99 {loop.health / row.health:.1f} x better than async def's, {pool.health / row.health:.1f} x"
             f" than that pool's, {quick.health / row.health:.1f} x than the quickest pool's"
         )
@@ -332,7 +355,7 @@ def soaked(args: argparse.Namespace) -> None:
         lines = [line.rsplit(" ", 1) for line in fetch(port, "/metrics").splitlines() if line and line[0] != "#"]
         return {name: float(value) for name, value in lines}
 
-    with server([example, "--max-queue", "128"], 1) as port:
+    with server([example, "--max-queue", "128"], 1) as (port, _):
         asyncio.run(soak(port, args.clients, min(args.soak // 10, 2000)))
         time.sleep(2)
         before = metrics(port)
@@ -340,7 +363,9 @@ def soaked(args: argparse.Namespace) -> None:
         time.sleep(2)
         after = metrics(port)
     print(f"{args.soak} requests in {found.seconds:.0f} s: {len(found.embed)} answered, {found.others} others")
-    for name in ("process_resident_memory_bytes", "process_open_fds", "asyncio_tasks", "dtorch_arena_blocks"):
+    for name in ("process_anonymous_memory_bytes", "process_shared_memory_bytes", "process_open_fds"):
+        print(f"{name:34s} {before[name]:14.0f} {after[name]:14.0f}")
+    for name in ("asyncio_tasks", "dtorch_arena_blocks", "dtorch_arena_bytes"):
         print(f"{name:34s} {before[name]:14.0f} {after[name]:14.0f}")
     ended = sum(v for k, v in after.items() if k.startswith("embed_requests_total"))
     started, running = after["embed_requests_started_total"], after["embed_requests_in_progress"]
