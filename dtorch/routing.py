@@ -15,8 +15,10 @@ from torch.utils._device import _device_constructors
 
 from . import graph
 from ._tensor import Tensor
+from .placement import Shard
 from .runtime.client import current_client
 from .runtime.moves import lift
+from .spec import TensorSpec
 
 __all__ = ["install"]
 
@@ -39,11 +41,15 @@ def _route(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
         return ours(*args, **kwargs)
 
     routed._dtorch_original = original  # type: ignore[attr-defined]
+    _known_to_script(routed, original)
+    return routed
+
+
+def _known_to_script(ours: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """TorchScript (forward-mode AD compiles with it) knows torch's functions by identity."""
     builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
     if builtin is not None:
-        # TorchScript (forward-mode AD compiles with it) knows torch's functions by identity.
-        torch.jit._builtins._register_builtin(routed, builtin)  # type: ignore[attr-defined]
-    return routed
+        torch.jit._builtins._register_builtin(ours, builtin)  # type: ignore[attr-defined]
 
 
 def install(factories: Mapping[str, Callable[..., Any]]) -> None:
@@ -58,6 +64,7 @@ def install(factories: Mapping[str, Callable[..., Any]]) -> None:
         (torch, "to_dlpack", _with_memory),
         (torch_dlpack, "to_dlpack", _with_memory),
         (torch, "vander", _on_its_mesh),
+        (torch.nn.functional, "linear", _unflattened),
         (torch.linalg, "matrix_rank", _lifted),
         (torch.linalg, "matrix_norm", _lifted),
         (torch.linalg, "norm", _lifted),
@@ -116,6 +123,36 @@ def _on_its_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
 
     vander._dtorch_original = original  # type: ignore[attr-defined]
     return vander
+
+
+def _unflattened(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``F.linear``, which joins all dims but the last into one.
+
+    Where shards of [b, n, i] do not allow that (of n, or of b in unequal pieces), each b is multiplied by itself: the
+    same products, and nothing moves.
+    """
+
+    @functools.wraps(original)
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if type(input) is Tensor and input.ndim == 3 and weight.ndim == 2 and not _joins(input._spec):
+            out = torch.bmm(input, weight.t().expand(input.shape[0], -1, -1))
+            return out if bias is None else out + bias
+        return original(input, weight, bias)
+
+    linear._dtorch_original = original  # type: ignore[attr-defined]
+    _known_to_script(linear, original)
+    return linear
+
+
+def _joins(spec: TensorSpec) -> bool:
+    """Whether the first two of three dims can be joined into one."""
+    ranks = 1
+    for p, n in zip(spec.placements, spec.mesh.shape, strict=True):
+        if type(p) is Shard:
+            if p.dim == 1:
+                return False
+            ranks *= n if p.dim == 0 else 1
+    return spec.shape[0] % ranks == 0
 
 
 def _lifted(original: Callable[..., Any]) -> Callable[..., Any]:
