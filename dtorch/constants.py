@@ -109,9 +109,15 @@ def from_dlpack(ext_tensor: Any, **options: Any) -> Tensor:
 
 
 def asarray(
-    obj: Any, *, dtype: torch.dtype | None = None, copy: bool | None = None, requires_grad: bool = False, **options: Any
+    obj: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    copy: bool | None = None,
+    requires_grad: bool | None = None,
+    **options: Any,
 ) -> Tensor:
-    """As ``torch.asarray``, on a mesh. A dtorch tensor that is as asked comes back itself.
+    """As ``torch.asarray``, on a mesh. A dtorch tensor that is as asked comes back itself, and otherwise keeps its
+    autograd history, unless `requires_grad` is False.
 
     Raises:
         ValueError: `copy` is False, and it takes a copy.
@@ -122,10 +128,12 @@ def asarray(
             raise ValueError("asarray(copy=False): another dtype takes a copy")
         if moved is obj and copy:
             moved = obj.clone()  # type: ignore[assignment]
-        return moved if requires_grad == moved.requires_grad else moved.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
+        if requires_grad is None or requires_grad == moved.requires_grad:
+            return moved  # type: ignore[return-value]
+        return moved.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
     if copy is False:
         raise ValueError("asarray(copy=False): a dtorch tensor is always a copy, which lies on executors")
-    where = Where("asarray", {**options, "requires_grad": requires_grad})
+    where = Where("asarray", {**options, "requires_grad": bool(requires_grad)})
     return where.lift(_asarray(_numbers(obj), dtype=dtype).detach())
 
 

@@ -221,10 +221,15 @@ def _plain_data(data: Any) -> Any:
 
 
 def as_tensor(data: Any, **options: Any) -> Tensor:
-    """As ``torch.as_tensor``, on a mesh. A dtorch tensor that already is as asked comes back itself."""
-    if isinstance(data, Tensor) and not options:
-        return data
-    return tensor(data, **options)
+    """As ``torch.as_tensor``, on a mesh. A dtorch tensor comes back itself, or as another dtype or where it is asked
+    to be, with its autograd history."""
+    if not isinstance(data, Tensor):
+        return tensor(data, **options)
+    given = {k: options.pop(k) for k in ("dtype", "device") if options.get(k) is not None}
+    moved = data.to(**given) if given else data
+    if options.keys() & {"device_mesh", "graph", "placements"}:
+        return moved.redistribute(*Where("as_tensor", options).resolved(data.ndim))
+    return moved
 
 
 def from_numpy(array: Any, **options: Any) -> Tensor:

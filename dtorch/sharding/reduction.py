@@ -67,10 +67,13 @@ def mean(call: Call) -> Rule:
     return _rule(call, "sum", flows=linear((0,)) if _is_float(x.dtype) else (), local=local)
 
 
-@rule("any", "all", "count_nonzero")
+_VERDICTS = {"any": "max", "_is_any_true": "max", "all": "min", "_is_all_true": "min", "count_nonzero": "sum"}
+
+
+@rule(*_VERDICTS)
 def verdicts(call: Call) -> Rule:
     """any is the max of verdicts, all the min; counts add up."""
-    kind = {"any": "max", "all": "min", "count_nonzero": "sum"}[call.stem]
+    kind = _VERDICTS[call.stem]
     passes = kind != "sum" and call.specs[0].dtype == torch.bool
     return _rule(call, kind, flows=(_MAX if kind == "max" else _MIN) if passes else ())
 

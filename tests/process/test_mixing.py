@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable
@@ -347,3 +348,28 @@ def test_inside_a_guard_what_numpy_and_lists_give_lies_on_its_mesh() -> None:
             assert made.device_mesh == mesh
         t = dtorch.ones(2)
         same(t.new_tensor([1, 2]) + np.array([1, 2]), dtorch.tensor([2.0, 4.0], dtype=torch.float64).to_torch())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_as_tensor_and_asarray_keep_the_gradient(inside: bool) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    library = torch if inside else dtorch
+    with dtorch.device_mesh(mesh) if inside else contextlib.nullcontext():
+        leaf = dtorch.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
+        made = [
+            library.as_tensor(leaf * 2, dtype=torch.float64),
+            library.as_tensor(leaf * 3, dtype=torch.float32),
+            library.as_tensor(leaf * 4, device=leaf.device),
+            library.asarray(leaf * 5),
+            library.asarray(leaf * 6, dtype=torch.float64),
+            library.asarray(leaf * 7, copy=True),
+        ]
+        assert all(t.requires_grad for t in made)
+        sum(t.sum() for t in made).backward()
+        assert leaf.grad.to_torch().tolist() == [27.0] * 4
+        assert not library.asarray(leaf * 2, requires_grad=False).requires_grad
+        rate, concentration = (dtorch.ones(4, device_mesh=mesh).requires_grad_() for _ in range(2))
+        torch.distributions.Gamma(concentration, rate).log_prob(leaf.abs() + 1).sum().backward()
+        plain = torch.arange(4.0).requires_grad_()
+        torch.distributions.Gamma(torch.ones(4), torch.ones(4)).log_prob(plain.abs() + 1).sum().backward()
+        torch.testing.assert_close(leaf.grad.to_torch() - 27, plain.grad)

@@ -23,6 +23,7 @@ from .harness import (
     SimTensor,
     capture,
     check,
+    check_all,
     make_call,
     mesh_of,
     quiet,
@@ -217,3 +218,11 @@ def test_products_of_shards_are_multiplied(shape: tuple[int, ...], dtype: torch.
             check(Sample(aten.prod.dim_int, (x, dim)), shape, [placed])
             check(Sample(aten.prod.dim_int, (x, dim, True), {"dtype": torch.float64}), shape, [placed])
     check(Sample(aten.prod.default, (torch.ones(0, 3),)), shape, [(S(0),) * len(shape)])
+
+
+@pytest.mark.parametrize("name", ["_is_all_true", "_is_any_true"])
+def test_verdicts_over_all_elements(name: str) -> None:
+    func = getattr(aten, name).default
+    for values in ([True] * 5, [False] * 5, [True, True, False, True, True]):
+        legal, wrong = check_all(Sample(func, (torch.tensor(values),)), 2, kinds=("max",))
+        assert legal == 2 and not wrong, wrong
