@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._C import _nn as nn  # pyright: ignore[reportAttributeAccessIssue]
 
+from . import sequences
 from ._tensor import Tensor
 from .mesh import DeviceMesh
 from .placement import Placement, Replicate, Shard
@@ -121,6 +122,7 @@ def install() -> None:
         ((F, nn), "one_hot", _classes_checked),
         ((torch.autograd.graph,), "save_on_cpu", _of_mesh),
         ((torch, torch._VF), "gru", _by_batches),
+        *sequences.ADAPTED,
     ):
         original = getattr(places[0], name)
         if hasattr(original, "_dtorch_original"):
@@ -133,3 +135,4 @@ def install() -> None:
             torch.jit._builtins._register_builtin(adapted, builtin)  # type: ignore[attr-defined]
         for place in places:
             setattr(place, name, adapted)
+    sequences.adapt_module()
