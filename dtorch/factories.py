@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import adapted, constants, graph, routing
+from . import adapted, compiling, constants, graph, routing
 from ._tensor import Tensor
 from .mesh import DeviceMesh
 from .options import Where, default_dtype, sizes
@@ -406,3 +406,4 @@ _ROUTED: dict[str, Callable[..., Any]] = {
 
 routing.install(_ROUTED)
 adapted.install()
+compiling.install()

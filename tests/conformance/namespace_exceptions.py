@@ -51,7 +51,8 @@ EXCEPTIONS: Exceptions = {
         "nn.functional": "scaled_grouped_mm scaled_mm",
     },
     "Compilers and their tools (TorchScript, torch.compile, export): they trace this process, where no kernel runs, so "
-    "there is nothing to gain; dtorch plans each call. A compiled function gives the same values; export refuses.": {
+    "there is nothing to gain; dtorch plans each call. A function of dtorch tensors under `torch.compile` runs as it "
+    "stands ([above](#torchcompile)); export refuses.": {
         "torch": "compile fork import_ir_module import_ir_module_from_buffer merge_type_from_type_comment parse_ir "
         "parse_schema parse_type_comment slice_inverse sym_fresh_size unify_type_list wait",
         "Tensor": "slice_inverse",
