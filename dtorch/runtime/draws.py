@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,8 @@ class Draws:
         # The latest of either kind.
         self._newest = {False: 0, True: 0}
         self.seeded: int | None = None
+        # (executor, token) of states that nobody will read, whose replies are to be thrown away when they come.
+        self.unread: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
         _follow_states(self)
 
@@ -119,16 +121,13 @@ class Draws:
 class AskedState:
     """The state that the generators of CPUs or of GPUs have at this point of the program; asked for now, read later."""
 
-    # (executor, token) of states that nobody will read, whose replies are to be thrown away when they come.
-    _unwanted: ClassVar[set[tuple[int, int]]] = set()
-
     def __init__(self, client: Client, gpu: bool) -> None:
         self._client = c = client
         # Long programs ask often and read seldom: take in what came, so that no executor waits to be read.
         c.drain()
-        for key in self._unwanted & c._replies.keys():
+        for key in c.draws.unread & c._replies.keys():
             del c._replies[key]
-            self._unwanted.discard(key)
+            c.draws.unread.discard(key)
         self.draws = c.draws.count(gpu)
         self._key = (c.draws.root(gpu), next(c._tokens))
         self._state: bytes | None = None
@@ -150,7 +149,7 @@ class AskedState:
 
     def __del__(self) -> None:
         if getattr(self, "_state", b"") is None:
-            self._unwanted.add(self._key)
+            self._client.draws.unread.add(self._key)
 
 
 # -- torch's own get_rng_state and set_rng_state ----------------------------------------------------------------------

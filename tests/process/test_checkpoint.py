@@ -46,5 +46,16 @@ def test_without_random_numbers_nothing_is_kept() -> None:
     dtorch.Graph.sync()
     AskedState(client(), False).read()
     AskedState(client(), False).read()
-    assert AskedState._unwanted == set()
+    assert client().draws.unread == set()
     assert client()._replies == {}
+
+
+def test_a_state_that_nobody_read_is_of_its_own_pool() -> None:
+    """Another pool's replies are counted from the start again: none is thrown away for an old one's sake."""
+    dtorch.rand(1)
+    left = AskedState(client(), False)
+    dtorch.restart()
+    del left
+    dtorch.rand(1)
+    asked = [AskedState(client(), False) for _ in range(3)]
+    assert len({a.read() for a in asked}) == 1
