@@ -166,6 +166,8 @@ class Interpreter:
             functions = same_draw(functions, self.device)
         for k, call in enumerate(calls):
             made = functions[k](*(c[k] for c in columns), *numbers)
+            if m.lists and len(made) != len(m.outputs):
+                raise _unexpected(call, f"{len(made)} outputs", f"a list of {len(m.outputs)}")
             fix = tuple(self._check(m, call, i, made) for i in range(len(m.outputs)))
             ranks_done.append(made)
             fixes.append(fix)
@@ -183,10 +185,7 @@ class Interpreter:
         if tuple(t.shape) != tuple(layout[0]) or t.dtype != layout[2]:
             if self.device.may_differ(call, i):
                 return False
-            raise RuntimeError(
-                f"{call.func} made {t.dtype} {tuple(t.shape)} where {layout[2]} {tuple(layout[0])} was expected; "
-                "this is a fault in dtorch's rule for the operator"
-            )
+            raise _unexpected(call, f"{t.dtype} {tuple(t.shape)}", f"{layout[2]} {tuple(layout[0])}")
         if same_stride(t, layout):
             return False
         made[i] = self.device.restride(t, layout)
@@ -360,3 +359,14 @@ class Interpreter:
 
     def _threads(self, m: Threads) -> None:
         self.device.set_threads(m.count)
+
+
+def _unexpected(call: LocalCall, made: str, expected: str) -> RuntimeError:
+    """The error of a call whose outputs are not what the client was told they would be."""
+    text = f"{call.func} made {made} where {expected} was expected; "
+    if call.func.partition(".")[0] in operators.OURS:
+        return RuntimeError(text + "this is a fault in dtorch's rule for the operator")
+    return RuntimeError(
+        text + "that is what its register_fake says, cut by its sharding rule where inputs are sharded. Make "
+        "register_fake say what the function returns; dtorch.testing.check_sharding compares the two"
+    )

@@ -15,7 +15,10 @@ import torch
 from ..runtime import command
 from ..runtime.command import DefineOperator
 
-__all__ = ["define", "find", "named"]
+__all__ = ["OURS", "define", "find", "named"]
+
+OURS = frozenset(["aten", "dtorch", "prims", "prim"])
+"""Namespaces of operators that every executor has, and whose rules are dtorch's."""
 
 _serials: dict[str, int] = {}
 _failures: dict[str, Exception] = {}

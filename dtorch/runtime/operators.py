@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 
-from ..executor.operators import named
+from ..executor.operators import OURS, named
 from ..sharding.register import modules
 from .command import DefineOperator
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .client import Client
 
 __all__ = ["Operators"]
-
-_OURS = frozenset(["aten", "dtorch", "prims", "prim"])
 
 
 class Operators:
@@ -41,7 +39,7 @@ class Operators:
     def need(self, func: str) -> None:
         """See to it that executors know `func`, as a local call names it ("mylib.f.default")."""
         namespace, _, rest = func.partition(".")
-        if namespace not in _OURS:
+        if namespace not in OURS:
             self._need(f"{namespace}::{rest.rpartition('.')[0]}")
 
     def _need(self, name: str) -> None:
@@ -106,4 +104,4 @@ def _pickled(name: str, functions: dict[str | None, Any]) -> tuple[bytes, set[st
             f"{name}: its function cannot be sent to the executors ({error}). Define it in a module that they can "
             f'import, and name it: dtorch.register_sharding("{name}", ..., module="...")'
         ) from error
-    return into.getvalue(), {o for o in others if o.partition("::")[0] not in _OURS}
+    return into.getvalue(), {o for o in others if o.partition("::")[0] not in OURS}

@@ -11,9 +11,11 @@ against the tensors of every call that has no plan yet: a rule that does not fit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,13 +33,21 @@ FAMILIES = families.__all__
 modules: dict[str, str] = {}
 """Qualified operator name -> the module that executors import for it."""
 
-# Rules that were registered here -> the overload they are of: one that has been defined again may have another.
-_registered: dict[str, Any] = {}
+
+class _Registered(NamedTuple):
+    """A rule of a user's: the overload it is of (one that is defined again has another), and the line that gave it."""
+
+    func: Any
+    line: str
+
+
+_registered: dict[str, _Registered] = {}
+_DTORCH = str(Path(__file__).parents[1])
 
 
 def register_sharding(
     op: Any,
-    equation: str | None = None,
+    equation: str | RuleFunction | None = None,
     /,
     *,
     whole: str = "",
@@ -49,18 +59,21 @@ def register_sharding(
     local: Callable[[Local], None] | None = None,
     why: str = "",
     module: str | None = None,
+    replace: bool = False,
 ) -> Any:
     """Say how an operator's tensors may be sharded.
 
-    With an equation this registers at once. Without one it is a decorator of a function that makes the
-    :class:`~dtorch.sharding.rule.Rule` (or Recipe) of a :class:`~dtorch.sharding.rule.Call`; a function that returns
-    None leaves that call to Replicate inputs. One rule serves all overloads of an operator, and ``f_`` with ``f``.
+    With an equation this registers at once, and so it does with a function that makes the
+    :class:`~dtorch.sharding.rule.Rule` (or Recipe) of a :class:`~dtorch.sharding.rule.Call`. Without either it is a
+    decorator of such a function. A function that returns None leaves that call to Replicate inputs. One rule serves
+    all overloads of an operator, and ``f_`` with ``f``.
 
     Args:
         op: ``"mylib::f"``, what ``torch.library.custom_op`` returned, or ``torch.ops.mylib.f``.
         equation: a term for each tensor argument and each output, as in ``"mk,kn->mn"``: a letter for each dim, "."
             for one that can never be sharded, "..." for any number of dims that broadcast. For a list of tensors,
-            one term that every element has.
+            one term that every element has. Nothing stands right of "->" where nothing is returned. Or a function, as
+            above.
         whole: letters that cannot be sharded. Every other letter can.
         even: letters that can be sharded only in equal pieces.
         reduce: for a letter that an output lacks, how the outputs of the ranks combine: "sum", "avg", "max", "min",
@@ -74,9 +87,11 @@ def register_sharding(
         why: a sentence for the error where no placement is legal.
         module: the module that defines the operator, for executors to import. Not needed for a ``custom_op``, whose
             function is sent to them, or for libraries that ``torch.ops.load_library`` loaded.
+        replace: put this rule in the place of one that was registered before; what was decided by that is forgotten.
 
     Raises:
         ValueError: there is no such operator, it has a rule, or the equation is none of it.
+        TypeError: the second argument is neither text nor a function.
     """
     func = overload_of(op)
     names = (free,) if isinstance(free, str) else tuple(free)
@@ -84,19 +99,31 @@ def register_sharding(
     if unknown:
         raise ValueError(f"register_sharding({_name(func)}): there is no argument {unknown[0]!r} in {func._schema}")
 
+    line = _users_line()
+
     def register(make: RuleFunction) -> RuleFunction:
-        _enter(func, _held_to(func, make), names, module)
+        if not callable(make):
+            raise TypeError(f"register_sharding({_name(func)}): {make!r} is neither an equation nor a rule function")
+        _enter(func, _held_to(func, make), names, module, line, replace)
         return make
 
-    if equation is None:
+    if not isinstance(equation, str):
         if whole or even or reduce or linear or addend or local or why:
             raise ValueError(
                 f"register_sharding({_name(func)}): whole, reduce and the like belong to an equation; a rule function "
                 "says them in the Rule that it returns"
             )
-        return register
+        return register if equation is None else register(equation)
     register(Equation.of(func, equation, whole, even, dict(reduce or {}), linear, addend, local, why))
     return None
+
+
+def _users_line() -> str:
+    """``file.py:12`` of the user's code that is calling."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename.startswith(_DTORCH) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _name(func: Any) -> str:
@@ -132,24 +159,28 @@ def overload_of(op: Any) -> Any:
     )
 
 
-def _enter(func: Any, make: RuleFunction, free: tuple[str, ...], module: str | None) -> None:
+def _enter(func: Any, make: RuleFunction, free: tuple[str, ...], module: str | None, line: str, replace: bool) -> None:
     stem = signature(func).stem
-    before, of = rules._entries.get(stem), _registered.get(stem)
-    again = (
-        of is not None
-        and of is not func
-        and (of._schema.name, of._schema.overload_name) == (func._schema.name, func._schema.overload_name)
-    )
-    if before is not None and not again:
+    before, known = rules._entries.get(stem), _registered.get(stem)
+    if before is not None and known is None:
         raise ValueError(
-            f"register_sharding({_name(func)}): two rules for one operator; the other is of {before.make.__module__}. "
-            "One rule serves f and f_, and all overloads: look at call.sig.inplace and call.overload"
+            f"register_sharding({_name(func)}): two rules for one operator; the other is dtorch's own, of "
+            f"{before.make.__module__}, and stays"
         )
+    if known is not None and not replace:
+        of = known.func
+        again = (of._schema.name, of._schema.overload_name) == (func._schema.name, func._schema.overload_name)
+        if of is func or not again:
+            raise ValueError(
+                f"register_sharding({_name(func)}): two rules for one operator; the other was registered at "
+                f"{known.line}.\n  Write:  replace=True  to put this one in its place. One rule serves f and f_, and "
+                "all overloads: look at call.sig.inplace and call.overload"
+            )
     rules._entries[stem] = Entry(make, False, free)
-    _registered[stem] = func
+    _registered[stem] = _Registered(func, line)
     if module is not None:
         modules[func._schema.name] = module
-    # What was learnt of the operator before it had a rule is void.
+    # What was learnt of the operator before it had this rule is void.
     namespace, _, name = func._schema.name.partition("::")
     for form in (name.removesuffix("_"), name.removesuffix("_") + "_"):
         packet = getattr(getattr(torch.ops, namespace), form, None)
@@ -225,4 +256,4 @@ def _writes_whole(rule: Rule, call: Call) -> Rule:
     def keeps(flow: Flow) -> bool:
         return all(i in flow.ins for i in silent)
 
-    return replace(rule, whole=rule.whole | lacking, flows=tuple([f for f in rule.flows if keeps(f)]))
+    return changed(rule, whole=rule.whole | lacking, flows=tuple([f for f in rule.flows if keeps(f)]))

@@ -27,6 +27,7 @@ __all__ = [
     "run_local",
     "run_plan",
     "same_strides",
+    "silently_written",
     "whole",
 ]
 
@@ -125,12 +126,20 @@ def make_call(sample: Sample, shape: Sequence[int], have: Sequence[Placements]) 
     return Call(sample.func, args, kwargs, infer(sample.func, args, kwargs), mesh=mesh)
 
 
-def whole(sample: Sample) -> list[torch.Tensor | None]:
-    """torch on the whole, on private copies of the inputs."""
+def whole(sample: Sample, written: Sequence[int] = ()) -> list[torch.Tensor | None]:
+    """torch on the whole, on private copies of the inputs: its outputs, and after them the inputs `written` to."""
     args, kwargs = tree_map(
         lambda x: same_strides(x) if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs)
     )
-    return [None if t is None else t.clone() for t in flat_outputs(sample.func(*args, **kwargs))]
+    flat = flat_outputs(sample.func(*args, **kwargs))
+    inputs = Sample(sample.func, args, kwargs).tensors()
+    return [None if t is None else t.clone() for t in [*flat, *[inputs[i] for i in written]]]
+
+
+def silently_written(call: Call) -> list[int]:
+    """Which tensors the call writes to without returning them."""
+    returned = set(call.sig.writes)
+    return [i for i, name in enumerate(call.owners()) if name in call.sig.written and name not in returned]
 
 
 def same_strides(t: torch.Tensor) -> torch.Tensor:
@@ -147,9 +156,17 @@ def same_strides(t: torch.Tensor) -> torch.Tensor:
 
 
 def run_plan(
-    sample: Sample, plan: Plan, shape: Sequence[int], have: Sequence[Placements], seed: int
+    sample: Sample,
+    plan: Plan,
+    shape: Sequence[int],
+    have: Sequence[Placements],
+    seed: int,
+    written: Sequence[int] = (),
 ) -> list[list[Any]]:
-    """Outputs of every rank. `plan.moves` are done by hand: the inputs start at the placements they need."""
+    """Outputs of every rank, and after them its pieces of the inputs `written` to.
+
+    `plan.moves` are done by hand: the inputs start at the placements they need.
+    """
     g = torch.Generator().manual_seed(seed)
     start = list(have)
     for i, p in plan.moves:
@@ -157,5 +174,6 @@ def run_plan(
     pieces = [distribute(t, p, shape, g) for t, p in zip(sample.tensors(), start, strict=True)]
     out = []
     for rank, which in enumerate(plan.which):
-        out.append(run_local(plan.calls[which], [dense(p[rank]) for p in pieces]))
+        own = [dense(p[rank]) for p in pieces]
+        out.append([*run_local(plan.calls[which], own), *[own[i] for i in written]])
     return out

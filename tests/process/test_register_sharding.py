@@ -271,15 +271,95 @@ def test_what_does_not_fit_the_call_says_why() -> None:
 
 def test_there_is_one_rule_for_one_operator_that_is_there() -> None:
     f = product()
+    line = sys._getframe().f_lineno + 1
     register_sharding(f, "mk,kn->mn")
-    with pytest.raises(ValueError, match="two rules"):
+    with pytest.raises(ValueError, match=rf"two rules.*test_register_sharding\.py:{line}\.\n  Write:  replace=True"):
         register_sharding(f, "mk,kn->mn")
-    with pytest.raises(ValueError, match=r"two rules.*dtorch\.sharding\.matmul"):
-        register_sharding(torch.ops.aten.mm, "mk,kn->mn")
+    for replace in (False, True):
+        with pytest.raises(ValueError, match=r"two rules.*dtorch's own, of dtorch\.sharding\.matmul, and stays"):
+            register_sharding(torch.ops.aten.mm, "mk,kn->mn", replace=replace)
     with pytest.raises(ValueError, match="no operator 'nolib::f'"):
         register_sharding("nolib::f", "n->n")
     with pytest.raises(ValueError, match="is no operator"):
         register_sharding(torch.mm, "mk,kn->mn")
+
+
+def test_a_rule_is_replaced_with_what_was_decided_by_it() -> None:
+    f = product()
+    register_sharding(f, "mk,kn->mn", reduce={"k": "sum"}, linear=["x", "y"])
+    sharded, whole = (shards(X, Shard(1)), shards(Y, Shard(0))), (shards(X, Replicate()), shards(Y, Shard(1)))
+    assert f(*sharded).placements == (Partial(),)
+    assert f(*whole).placements == (Shard(1),)
+    register_sharding(f, "mk,kn->mn", replace=True)
+    with pytest.raises(PlacementError):
+        f(*sharded)
+    register_sharding(f, lambda call: einsum("mk,kn->mn", whole=frozenset("n"), reduce={"k": "sum"}), replace=True)
+    assert_close(f(*sharded).to_torch(), X @ Y)
+    with pytest.raises(PlacementError):
+        f(*whole)
+
+
+def test_a_rule_function_needs_no_decorator() -> None:
+    f = product()
+
+    def rule(call: Call) -> Rule:
+        return einsum("mk,kn->mn", reduce={"k": "sum"}, flows=linear((0,), (1,)))
+
+    assert register_sharding(f, rule) is rule
+    assert check_sharding(f, X, Y) > 50
+    with pytest.raises(TypeError, match="3 is neither an equation nor a rule function"):
+        register_sharding(product(), 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="belong to an equation"):
+        register_sharding(product(), rule, whole="k")
+
+
+FAKES: list[tuple[str, Function, Function, str, str]] = [
+    ("Tensor", lambda x: x[:, :2].clone(), torch.empty_like, r"\(5, 2\)", r"float32\[5, 2\]"),
+    ("Tensor", lambda x: x.double(), torch.empty_like, r"float64 \(5, 3\)", r"float64\[5, 3\]"),
+    ("Tensor[]", lambda x: [x + i for i in range(3)], lambda x: [x + 1, x + 2], "3 outputs where a list of 2", ""),
+    ("Tensor[]", lambda x: [x + 1], lambda x: [x + 1, x + 2], "1 outputs where a list of 2", ""),
+]
+
+
+@pytest.mark.parametrize(("result", "function", "fake", "told", "proved"), FAKES, ids=[f[3] for f in FAKES])
+def test_a_fake_that_is_wrong_is_named(result: str, function: Function, fake: Function, told: str, proved: str) -> None:
+    f = define(f"(Tensor x) -> {result}", function, fake)
+    register_sharding(f, "m.->m.")
+
+    def value(found: Any) -> Any:
+        return (found[0] if isinstance(found, (list, tuple)) else found).to_torch()
+
+    for x in (dtorch.from_torch(X), shards(X, Replicate())):
+        with pytest.raises(RuntimeError, match=rf"made .*{told}.* was expected; that is what its register_fake says"):
+            value(f(x))
+    with pytest.raises(Mismatch, match=rf"it made .*{proved}.*, and its register_fake says"):
+        check_sharding(f, X)
+
+
+def test_what_is_written_is_proved() -> None:
+    def define_adding(schema: str, into: Function) -> Any:
+        return define(schema, into, lambda x, y: None if schema.endswith("()") else y.clone())
+
+    f = define_adding("(Tensor(a!) x, Tensor y) -> ()", lambda x, y: [x.add_(y.sum(1))] and None)
+    register_sharding(f, "b,bk->")
+    x, y = torch.arange(1.0, 6.0), torch.arange(20.0).reshape(5, 4)
+    assert check_sharding(f, x, y) > 3
+    g = define_adding("(Tensor(a!) x, Tensor y) -> ()", lambda x, y: [x.add_(y.cumsum(0)[:, 0])] and None)
+    register_sharding(g, "b,bk->")
+    with pytest.raises(Mismatch, match="what was written to input 0 is wrong under"):
+        check_sharding(g, x, y)
+    with pytest.raises(ValueError, match="nothing that it writes to changes, which proves nothing"):
+        check_sharding(f, x, torch.zeros(5, 4))
+    h = define_adding("(Tensor(a!) x, Tensor y) -> Tensor", lambda x, y: [x.mul_(y.sum(1))] and y + 1)
+    register_sharding(h, "b,bk->bk")
+    assert check_sharding(h, x, y) > 3
+
+
+def test_nothing_is_proved_of_an_operator_that_does_nothing() -> None:
+    f = define("(Tensor x) -> ()", lambda x: None, lambda x: None)
+    register_sharding(f, "mn->")
+    with pytest.raises(ValueError, match="returns nothing and writes to no argument"):
+        check_sharding(f, X)
 
 
 BAD: list[tuple[Any, str]] = [
