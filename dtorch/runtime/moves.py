@@ -39,12 +39,13 @@ def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 def lift(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> Tensor:
     """A plain tensor as a proxy on `mesh`: a copy, taken now."""
+    # No TypeErrors: operators would turn them into "unsupported operand type(s) for @: 'Tensor' and 'Tensor'".
     if value.layout != torch.strided:
-        raise TypeError(f"a tensor of layout {value.layout} cannot be distributed; write .to_dense() first")
+        raise RuntimeError(f"a tensor of layout {value.layout} cannot be distributed; write .to_dense() first")
     if value.is_quantized:
-        raise TypeError("a quantized tensor cannot be distributed; write .dequantize() first")
+        raise RuntimeError("a quantized tensor cannot be distributed; write .dequantize() first")
     if value.is_nested:
-        raise TypeError("a nested tensor cannot be distributed; write torch.nested.to_padded_tensor(t, 0.0) first")
+        raise RuntimeError("a nested tensor cannot be distributed; write torch.nested.to_padded_tensor(t, 0.0) first")
     shape = tuple(value.shape)
     placed = as_placements(placements, mesh.ndim, len(shape))
     # A dense value keeps its memory order, so that views and random fills see what they would see in torch.
@@ -64,7 +65,7 @@ def lift(value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None
 def lift_constant(value: torch.Tensor, mesh: DeviceMesh) -> Tensor:
     """As :func:`lift`, for a plain tensor that meets proxies; numbers in 0-dim tensors are uploaded once."""
     if value.requires_grad and torch.is_grad_enabled():
-        # No TypeError: operators would turn it into "unsupported operand type(s) for +: 'Tensor' and 'Tensor'".
+        # No TypeError, as above.
         raise RuntimeError(
             "a plain torch.Tensor that requires grad met a dtorch tensor: its gradient would be lost.\n"
             "  Write:  p = dtorch.distribute_tensor(p, mesh, placements)  before the call, or p.detach()"

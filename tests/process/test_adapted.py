@@ -81,6 +81,20 @@ LOOKUPS: dict[str, Function] = {
 }
 
 
+def test_operators_say_of_sparse_tensors_what_functions_say() -> None:
+    x, sparse = dtorch.ones(3, 3), torch.eye(3).to_sparse()
+    calls: list[Function] = [
+        lambda t: t @ sparse,
+        lambda t: sparse @ t,
+        lambda t: t + sparse,
+        lambda t: torch.sparse.mm(sparse, t),
+        lambda t: dtorch.distribute_tensor(sparse, t.device_mesh, [Replicate()]),
+    ]
+    for f in calls:
+        with pytest.raises(RuntimeError, match=r"layout torch.sparse_coo cannot be distributed; write .to_dense\(\)"):
+            f(x)
+
+
 @pytest.mark.parametrize("layout", ["S0", "S1", "S0,S0"])
 def test_an_index_out_of_range_is_refused_in_torchs_words(layout: str) -> None:
     for name, f in LOOKUPS.items():
