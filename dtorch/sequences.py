@@ -154,6 +154,21 @@ def _reading_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     return _packed_sequence_init_args
 
 
+def _moving(original: Callable[..., PackedSequence]) -> Callable[..., PackedSequence]:
+    """A method of ``PackedSequence`` that moves it: what torch's kernels read stays where it is."""
+
+    @functools.wraps(original)
+    def moved(self: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
+        if not isinstance(self.data, Tensor):
+            return original(self, *args, **kwargs)
+        data = getattr(self.data, original.__name__)(*args, **kwargs)
+        if data is self.data:
+            return self
+        return type(self)(data, self.batch_sizes, self.sorted_indices, self.unsorted_indices)
+
+    return moved
+
+
 # Where they are looked up, by which name, and what is put there.
 ADAPTED: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
     ((torch, torch._VF), "_pack_padded_sequence", _packed),
@@ -163,18 +178,22 @@ ADAPTED: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
 
 
 def adapt_module() -> None:
-    """Put the functions of ``torch.nn.utils.rnn`` that take lengths into that module."""
-    for name, around in (
-        ("pack_padded_sequence", _sorting),
-        ("pack_sequence", _packing),
-        ("unpad_sequence", _cut),
-        ("_packed_sequence_init_args", _reading_sizes),
-    ):
-        original = getattr(rnn, name)
+    """Put what takes lengths, or moves what is packed, into ``torch.nn.utils.rnn``."""
+    places: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (rnn, "pack_padded_sequence", _sorting),
+        (rnn, "pack_sequence", _packing),
+        (rnn, "unpad_sequence", _cut),
+        (rnn, "_packed_sequence_init_args", _reading_sizes),
+        (PackedSequence, "to", _moving),
+        (PackedSequence, "cpu", _moving),
+        (PackedSequence, "cuda", _moving),
+    )
+    for place, name, around in places:
+        original = getattr(place, name)
         if hasattr(original, "_dtorch_original"):
             continue
         adapted = around(original)
         adapted._dtorch_original = original  # type: ignore[attr-defined]
         # TorchScript and Dynamo read the source of a function: that of torch's.
         adapted.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": original})
-        setattr(rnn, name, adapted)
+        setattr(place, name, adapted)

@@ -198,6 +198,27 @@ def test_unpadding_copies_and_turns_the_batch_as_torch_does(batch_first: bool) -
             rnn.unpad_sequence(t, lengths[:2], True)
 
 
+def test_what_is_packed_moves_with_its_data() -> None:
+    x, mesh = torch.randn(3, 5, 4), init_device_mesh("cpu", 2)
+    plain = rnn.pack_padded_sequence(x, [2, 5, 4], True, False)
+    ours = rnn.pack_padded_sequence(dtorch.from_torch(x), [2, 5, 4], True, False)
+    moves: list[tuple[Any, Any]] = [
+        (lambda p: p.to(mesh), lambda p: p),
+        (lambda p: p.to(mesh).to(torch.float64), lambda p: p.double()),
+        (lambda p: p.to(mesh).cpu(), lambda p: p.cpu()),
+        (lambda p: p.half(), lambda p: p.half()),
+    ]
+    for move, wanted in moves:
+        got, want = move(ours), wanted(plain)
+        assert isinstance(got, rnn.PackedSequence) and isinstance(got.data, dtorch.Tensor)
+        same(got.data, want.data)
+        for a, b in zip(got[1:], want[1:], strict=True):
+            assert type(a) is torch.Tensor and torch.equal(a, b)
+    moved: Any = ours.to(mesh).data
+    assert moved.device_mesh == mesh
+    assert ours.to(torch.float32) is ours
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_still_compiles_them() -> None:
     for name in ("pack_padded_sequence", "pad_packed_sequence", "pad_sequence", "unpad_sequence", "pack_sequence"):
