@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import rnn
 
 import dtorch
-from dtorch import PlacementError, Replicate, Shard, init_device_mesh
+from dtorch import Partial, PlacementError, Replicate, Shard, init_device_mesh
 
 from .traps import same
 
@@ -110,6 +110,36 @@ def test_strict_placements_are_right_or_refused(batch_first: bool) -> None:
         same(packed.data, wanted)
         padded, _ = rnn.pad_packed_sequence(packed, batch_first)
         same(padded, rnn.pad_packed_sequence(rnn.pack_padded_sequence(x, [4, 3, 3, 1], batch_first), batch_first)[0])
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize("weights", [Replicate(), Shard(0), Partial()], ids=str)
+def test_strict_layers_are_right_or_refused(kind: str, weights: Any) -> None:
+    torch.manual_seed(0)
+    mesh, x = init_device_mesh("cpu", 2), torch.randn(5, 4, 3, dtype=torch.float64)
+    layer = getattr(torch.nn, kind)(3, 4, bidirectional=True).double()
+    wanted = through(layer, x, LENGTHS[False], False, False)
+
+    def put(t: torch.Tensor, placement: Any) -> dtorch.Tensor:
+        return dtorch.distribute_tensor(t.detach(), mesh, [Replicate()]).redistribute(placements=[placement])
+
+    state = {name: put(p, weights) for name, p in layer.named_parameters()}
+    legal = 0
+    for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Partial()):
+        try:
+            got = through(
+                lambda p: torch.func.functional_call(layer, state, (p,)),
+                put(x, placement),
+                LENGTHS[False],
+                False,
+                False,
+            )
+        except PlacementError:
+            continue
+        legal += 1
+        for t, w in zip(got, wanted, strict=True):
+            same(t.detach(), w.detach())
+    assert legal == (1 if weights == Replicate() else 0)
 
 
 SEQUENCES: list[tuple[Sequence[int], torch.dtype, float]] = [
