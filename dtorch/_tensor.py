@@ -20,7 +20,7 @@ from .mesh import DeviceMesh
 from .placement import Placement, Replicate, as_placements
 from .runtime import dispatch, miss, moves, special
 from .runtime.client import client
-from .runtime.copies import UNTRACKED, settled
+from .runtime.copies import settled, untracked
 from .runtime.refs import Ref
 from .spec import TensorSpec, resolve
 
@@ -396,11 +396,7 @@ class Tensor(torch.Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The value without its history: shares memory with this tensor."""
-        spec = self._spec
-        if spec.copied is not None:
-            # It counts its writes anew, so the base's version would say nothing.
-            spec = settled(self)._spec.as_copy(UNTRACKED)
-        return dispatch.wrap(spec, self._ref)
+        return untracked(self)
 
     @data.setter
     def data(self, value: Any) -> None:

@@ -67,8 +67,8 @@ class TensorSpec:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     numel: int
-    copied: int | None
-    """None; or, of a copy that stands for a view, the version of its base when it was made: see runtime.copies."""
+    copied: Any
+    """None; or, of a copy that stands for a view, what it stands for: see runtime.copies."""
 
     @staticmethod
     def of(
@@ -84,13 +84,13 @@ class TensorSpec:
         key = (shape, stride, dtype, mesh, placements)
         return _interned.get(key) or _interned.add(key, _made(*key, None))
 
-    def as_copy(self, version: int | None) -> TensorSpec:
-        """The spec of a copy that stands for a view of a tensor at `version`; with None, the ordinary one."""
+    def as_copy(self, standing: Any) -> TensorSpec:
+        """The spec of a copy that stands for a view, as `standing` says; with None, the ordinary one."""
         key = (self.shape, self.stride, self.dtype, self.mesh, self.placements)
-        if version is None:
+        if standing is None:
             return TensorSpec.of(*key)
-        marked = (*key, version)
-        return _interned.get(marked) or _interned.add(marked, _made(*key, version))
+        marked = (*key, standing)
+        return _interned.get(marked) or _interned.add(marked, _made(*key, standing))
 
     def __copy__(self) -> TensorSpec:
         return self
@@ -178,7 +178,7 @@ def _made(
     dtype: torch.dtype,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    copied: int | None,
+    copied: Any,
 ) -> TensorSpec:
     made = TensorSpec()
     made.shape, made.stride, made.dtype, made.mesh, made.placements = shape, stride, dtype, mesh, placements

@@ -5,6 +5,7 @@ What it takes may not be proxies of one mesh, lie where it must not, or be copie
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from ..sharding.rule import Recipe, signature
 from . import client as _client
 from . import dispatch as _dispatch
 from .client import client
-from .copies import UNTRACKED, mark, refuse_write, settled, version_of
-from .dispatch import DEFERRED, Operator, OperatorPlan, dispatch
+from .copies import FREE, UNTRACKED, Standing, mark, settled, version_of
+from .dispatch import DEFERRED, Operator, OperatorPlan, dispatch, wrap
 from .generators import draw_here, has_generator
 from .indices import INDEXED, by_mask, check_indices, fills, has_mask, positions
 from .moves import fetch, forget, lift, lift_constant, redistribute, replicated
@@ -23,7 +24,7 @@ from .plans import decide, define, make_room, may_move, one_mesh
 from .special import Special, into_plain, on_client
 from .trees import flat, is_proxy, map_call, mapped, tensors_of
 from .variants import stem
-from .writeback import can_write_back, write_back
+from .writeback import can_write_back, write_back, write_through
 
 __all__ = ["miss"]
 
@@ -126,26 +127,46 @@ def _decide_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 _UNSAFE_VIEWS = frozenset({"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
 
 
+def _counts(func: Any) -> bool:
+    """Whether the operator's results, views in fact, count their writes themselves: torch does not call them views."""
+    return stem(func) in _UNSAFE_VIEWS
+
+
 def _views(func: Any) -> bool:
-    """Whether the operator's results are views of an argument."""
-    if stem(func) in _UNSAFE_VIEWS:
+    """Whether the operator's results are views of an argument, the first."""
+    if _counts(func):
         return True
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 def _of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call with copies that stand for views among its arguments: they are read, and their views are copies too."""
+    """A call with copies that stand for views among its arguments: views of them are copies too."""
     sig = signature(func)
-    for a in func._schema.arguments:
-        if a.alias_info is not None and a.alias_info.is_write:
-            at = sig.index[a.name]
-            for t in flat([args[at] if at < len(args) else kwargs.get(a.name)], []):
-                refuse_write(stem(func), t)
-    marked = next(t for t in tensors_of(args, kwargs) if t._spec.copied is not None)  # type: ignore[attr-defined]
-    version = marked._spec.copied  # type: ignore[attr-defined]
+    given = dict(zip(sig.arguments, args, strict=False)) | kwargs
+    if any(t._spec.copied is not None for t in flat([given.get(name) for name in sig.written], [])):  # type: ignore[attr-defined]
+        return write_through(func, args, kwargs)
+    viewed = args[0] if _views(func) else None
+    version = UNTRACKED if viewed is None else FREE if _counts(func) else version_of(viewed)
     args, kwargs = map_call(args, kwargs, settled)  # type: ignore[arg-type]
     result = dispatch(None, func, (), args, kwargs)
-    return mapped(result, lambda t: mark(t, version)) if _views(func) else result  # type: ignore[arg-type]
+    if viewed is None:
+        return result
+    # Where nothing more had to move, they are true views of the copy.
+    return _marked(result, viewed, func, args, kwargs, args[0]._spec.placements, version)
+
+
+def _marked(
+    result: Any, base: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], near: Any, version: int
+) -> Any:
+    """`result` marked as copies that stand for what `func` views of `base`."""
+    parent, at = wrap(base._spec, base._ref), itertools.count()
+
+    def marked(t: Any) -> Any:
+        inner = t._spec.copied
+        where = near if inner is None else inner.near
+        return mark(t, Standing(parent, func, args[1:], kwargs, next(at), where, version))
+
+    return mapped(result, marked)
 
 
 def _laid(run: Special, outs: tuple[Any, ...]) -> Special:
@@ -184,11 +205,13 @@ def _mover(op: Operator, moves: dict[int, Any], views: bool) -> Special:
             placements = moves.get(next(at))
             return t if placements is None else redistribute(t, t._spec.mesh, placements)  # type: ignore[arg-type,attr-defined]
 
-        # What torch does not call a view counts its writes itself.
-        version = None if not views else UNTRACKED if stem(func) in _UNSAFE_VIEWS else version_of(args[0])
+        base = args[0]
         args, kwargs = map_call(args, kwargs, move)
         result = dispatch(None, func, (), args, kwargs)
-        return result if version is None else mapped(result, lambda t: mark(t, version))  # type: ignore[arg-type]
+        if not views:
+            return result
+        version = FREE if _counts(func) else version_of(base)
+        return _marked(result, base, func, args, kwargs, args[0]._spec.placements, version)
 
     return run
 

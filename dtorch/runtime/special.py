@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.autograd.graph import increment_version
 
 from ..sharding.rule import free_numbers, signature
 from . import dispatch as _dispatch
-from .copies import mark, version_of
+from .copies import Standing, any_copies, mark, settled, version_of
 from .dispatch import Again, Operator, dispatch, wrap
 from .make import make
 from .moves import fetch, lift, plain_torch, replicated, to_plain
 from .plans import one_mesh, remember
-from .trees import is_proxy, mapped, tensors_of
+from .strided import as_strided
+from .trees import flat, is_proxy, mapped, tensors_of
 from .variants import inplace_view, out_variant, stem
+from .writeback import write_through
 
 __all__ = ["Special", "into_plain", "know", "on_client"]
 
@@ -43,8 +46,10 @@ def _conj(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A conjugate is a copy: torch's is a view with a bit set, which it resolves where it sees the bit, and a dtorch
     tensor shows none. A backward writes to none."""
     t = args[0]
-    made = dispatch(None, torch.ops.aten.conj_physical.default, (), (t,))
-    return made if torch._C._current_graph_task_id() != -1 else mark(made, version_of(t))
+    made = dispatch(None, torch.ops.aten.conj_physical.default, (), (settled(t),))
+    if torch._C._current_graph_task_id() != -1:
+        return made
+    return mark(made, Standing(wrap(t._spec, t._ref), func, (), {}, 0, None, version_of(t)))
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,21 +73,6 @@ def on_client(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plain_torch():
         result = func(*plain_args, **plain_kwargs)
     return mapped(result, lambda t: lift(t, mesh))
-
-
-def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The storage of a dtorch tensor begins with the tensor itself, as its ``storage_offset()`` of 0 says.
-
-    So an offset counts from there, for a view as well; torch's composites (``fill_diagonal_``) pass the 0 they saw.
-    """
-    given = dict(zip(signature(func).arguments, args, strict=False)) | kwargs
-    t, size, stride = given["self"], given["size"], given["stride"]
-    offset = given.get("storage_offset") or 0
-    if offset:
-        end = offset + (sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1 if all(size) else 0)
-        line = dispatch(None, func, (), (t, [end], [1]))
-        t = dispatch(None, torch.ops.aten.slice.Tensor, (), (line, 0, offset, end))
-    return Again((t, size, stride), {})
 
 
 def into_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,6 +129,29 @@ def _new_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return make(torch.ops.aten.empty_strided.default, (size, stride), {"dtype": t.dtype}, mesh, replicated(mesh))
 
 
+def _list_writer(names: list[str]) -> Special:
+    """Of an operator that writes lists of tensors: torch's kernels count the writes, one tensor after the other.
+
+    Only copies that stand for views ask for the counts.
+    """
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_copies():
+            return Again(args, kwargs)
+        given = dict(zip(signature(func).arguments, args, strict=False)) | kwargs
+        targets = flat([given[name] for name in names if name in given], [])
+        marked = any(is_proxy(t) and t._spec.copied is not None for t in targets)  # type: ignore[attr-defined]
+        if marked and all(map(is_proxy, tensors_of(args, kwargs))):
+            result = write_through(func, args, kwargs)
+        else:
+            result = Again(args, kwargs)
+        if not torch.is_inference_mode_enabled():
+            increment_version([t for t in targets if is_proxy(t) and not t.is_inference()])
+        return result
+
+    return run
+
+
 def _refuse(reason: str) -> Special:
     def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"{stem(func)} of a dtorch tensor: {reason}")
@@ -159,7 +172,7 @@ _SPECIAL: dict[str, Special] = {
     "aten.is_set_to.default": lambda func, args, kwargs: (
         all(is_proxy(t) for t in args) and args[0]._spec is args[1]._spec and args[0]._ref == args[1]._ref
     ),
-    "aten.as_strided.default": _as_strided,
+    "aten.as_strided.default": as_strided,
     "aten._to_copy.default": _to_copy,
     "aten.new_empty_strided.default": _new_strided,
     "aten.resize_.default": _refuse("its memory lies on the executors; make a new tensor of the wanted shape"),
@@ -226,7 +239,8 @@ def _special(func: Any, sig: Any) -> Special | None:
         return on_client
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         return _decompose
-    return None
+    lists = [n for n, kind in zip(sig.arguments, sig.types, strict=True) if kind == "List[Tensor]" and n in sig.written]
+    return _list_writer(lists) if lists else None
 
 
 def _dynamic(func: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import dispatch as _dispatch
+from .copies import mark
 from .dispatch import dispatch
 from .moves import redistribute, to_plain
 
@@ -26,6 +27,10 @@ def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     with torch._C._DisableTorchDispatch():
         func(*args, **kwargs)
     t._spec, t._ref = made._spec, made._ref
+    standing = t._spec.copied
+    if standing is not None and standing.version >= 0 and not t.is_inference():
+        # torch counts this as a write, when the call has returned.
+        mark(t, standing.at_version(t._version + 1))
     return t
 
 
@@ -59,7 +64,7 @@ def _copy_out(func: Any, target: torch.Tensor, result: torch.Tensor) -> None:
     spec = target._spec  # type: ignore[attr-defined]
     if result._spec.placements != spec.placements:  # type: ignore[attr-defined]
         result = redistribute(result, spec.mesh, spec.placements)  # type: ignore[arg-type]
-    torch.ops.aten.copy_.default(target, result)
+    dispatch(None, torch.ops.aten.copy_.default, (), (target, result))
 
 
 def _functional(func: Any) -> Any:
