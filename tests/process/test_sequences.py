@@ -205,7 +205,8 @@ def test_sequences_packed_and_cut_again(is_sorted: bool, guarded: bool) -> None:
         back = rnn.unpack_sequence(packed)
         sum((t * t.detach()).sum() for t in back).backward()  # type: ignore[union-attr]
     same(packed.data.detach(), rnn.pack_sequence(plain, is_sorted).data.detach())
-    for t, w in zip(back, plain, strict=True):
+    unpacked: list[Any] = back
+    for t, w in zip(unpacked, plain, strict=True):
         assert isinstance(t, dtorch.Tensor) and t.device_mesh == mesh
         same(t.detach(), w.detach())
     for t, w in zip(ours, plain, strict=True):
