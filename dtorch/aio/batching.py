@@ -160,8 +160,13 @@ class Batched(Generic[P]):
             metrics.add(pending=-1, **{outcome: 1})
 
     async def unbatched(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The same for this call alone, without queue, padding or limits; as plain torch tensors."""
-        return await _plain(functools.partial(self._batching.function, *self._own, *args, **kwargs))
+        """The same for this call alone, without queue, padding or limits; as plain torch tensors.
+
+        Also what the function itself calls where it needs its own results for other arguments.
+        """
+        given, named = pytree.tree_map(_copied, (args, kwargs))
+        result = await _plain(functools.partial(self._batching.function, *self._own, *given, **named))
+        return pytree.tree_map(_copied, result)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Batched[...]:
         """The method of `instance`; each has a queue and metrics of its own."""
@@ -274,6 +279,9 @@ async def _plain(call: Callable[[], Any]) -> Any:
     leaves, tree = pytree.tree_flatten(result)
     # All are asked for before the first is awaited.
     pending = [leaf.to_torch_async() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if any(isinstance(leaf, TensorFuture) for leaf in pending):
+        # While these are awaited the function may be called for another batch, and write to a tensor it has returned.
+        pending = [_copied(leaf) for leaf in pending]
     values: list[Any] = []
     error: Exception | None = None
     for leaf in pending:
@@ -285,6 +293,11 @@ async def _plain(call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return pytree.tree_unflatten([v.detach() if isinstance(v, torch.Tensor) else v for v in values], tree)
+
+
+def _copied(leaf: Any) -> Any:
+    """`leaf`, or a copy of it if it is a plain tensor."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tensor) else leaf
 
 
 def _ambient(context: contextvars.Context) -> tuple[Any, ...]:

@@ -207,7 +207,8 @@ def _constant(leaf: Any) -> Hashable:
 def join(packs: Sequence[Pack], rows: int) -> dict[str, Any]:
     """The arguments, by name, of one call with the rows of all `packs`, of one key, in order; then padding to `rows`.
 
-    Rows of padding are copies of the last row: whatever holds for every row holds for them too.
+    Rows of padding are copies of the last row: whatever holds for every row holds for them too. No tensor shares memory
+    with a caller's.
     """
     first = packs[0]
     leaves = list(first.rest)
@@ -218,7 +219,8 @@ def join(packs: Sequence[Pack], rows: int) -> dict[str, Any]:
 
 def _joined(pieces: Sequence[torch.Tensor], shape: tuple[int, ...], fill: float) -> torch.Tensor:
     if len(pieces) == 1 and tuple(pieces[0].shape) == shape:
-        return pieces[0].detach()
+        # A function may write to its arguments, and keep them: they are never a caller's own tensor.
+        return pieces[0].detach().clone()
     out = pieces[0].new_full(shape, fill)
     at = 0
     for piece in pieces:
@@ -262,7 +264,6 @@ def split(name: str, result: Any, packs: Sequence[Pack], rows: int, unpad: Any =
             _check_cut(name, leaf, cuts[i], packs[0].padded[1])
     out: list[Any] = []
     at = 0
-    alone = len(packs) == 1
     for p in packs:
         mine: list[Any] = []
         for i, leaf in enumerate(leaves):
@@ -272,9 +273,9 @@ def split(name: str, result: Any, packs: Sequence[Pack], rows: int, unpad: Any =
             piece = leaf[at : at + p.rows]
             if cuts is not None and cuts[i] is not None and p.padded is not None:
                 piece = piece.narrow(cuts[i], 0, p.padded[0])
-            # A view would keep everyone's rows alive, and let the function's own tensors be written to.
-            piece = piece.detach()
-            mine.append(piece if alone and piece.shape == leaf.shape else piece.clone())
+            # A view would keep everyone's rows alive, and share memory with what the function keeps: a buffer it
+            # writes to again, a table, its own argument. That holds for a call that has the batch to itself too.
+            mine.append(piece.detach().clone())
         out.append(pytree.tree_unflatten(mine, tree))
         at += p.rows
     return out

@@ -238,6 +238,52 @@ def test_rows_are_the_callers_own() -> None:
     anyio.run(main)
 
 
+@BACKENDS
+@pytest.mark.parametrize("callers", [1, 2, 3])
+def test_rows_and_arguments_share_memory_with_nobody(mesh: dtorch.DeviceMesh, backend: str, callers: int) -> None:
+    buffer = torch.zeros(4, 2)
+    table = torch.arange(8.0).view(4, 2)
+    kept: list[torch.Tensor] = []
+
+    @batched(max_size=4)
+    async def f(x: torch.Tensor, kind: str) -> Any:
+        kept.append(x)
+        if kind == "buffer":
+            return torch.mul(x, 2, out=buffer[: len(x)])
+        if kind == "mixed":
+            # The dtorch tensor is waited for, and the buffer is written to by the next batch meanwhile.
+            there = dtorch.distribute_tensor(x, mesh, [Replicate()])
+            return torch.mul(x, 2, out=buffer[: len(x)]), there + 1
+        if kind == "table":
+            return table[: len(x)]
+        if kind == "inplace":
+            return x.mul_(2)
+        return {"a": x, "b": x, "c": [x.expand(len(x), 2)]}
+
+    async def main() -> None:
+        inputs = [torch.full((1, 2), 1.0 + i) for i in range(callers)]
+        for call in (f, f.unbatched):
+            for kind in ("buffer", "table", "inplace", "input"):
+                got = await together([lambda x=x, k=kind: call(x, k) for x in inputs])
+                want = [[t.clone() for t in torch.utils._pytree.tree_leaves(result)] for result in got]
+                # Later calls, writes of other callers, and writes to what the function keeps, change nothing.
+                await call(torch.full((callers, 2), 9.0), kind)
+                for t in kept:
+                    t.fill_(-1)
+                table.add_(100)
+                for mine, expected in zip(got, want, strict=True):
+                    for t, w in zip(torch.utils._pytree.tree_leaves(mine), expected, strict=True):
+                        assert t.equal(w), (call, kind)
+                        t.fill_(-2)
+                table.copy_(torch.arange(8.0).view(4, 2))
+                assert [x.tolist() for x in inputs] == [[[1.0 + i] * 2] for i in range(callers)], (call, kind)
+        got = await together([lambda i=i: f(torch.full((4, 2), float(i)), "mixed") for i in range(8)])
+        for i, (doubled, more) in enumerate(got):
+            assert doubled.tolist() == [[2.0 * i] * 2] * 4 and more.tolist() == [[1.0 + i] * 2] * 4
+
+    anyio.run(main, backend=backend)
+
+
 # -- padding --------------------------------------------------------------------------------------------------------
 
 
