@@ -128,13 +128,15 @@ class Batched(Generic[P]):
 
         Raises:
             OverloadedError: `max_queue` requests wait already; ``retry_after`` says when to come again.
+            RuntimeError: the function called itself; :meth:`unbatched` is what it may call.
             PoolError: ``aio.open()`` was left, or the event loop ended, before the batch was answered.
             Exception: what the function raised for the batch of this call.
         """
         call = Call(functools.partial(self._batching.call, self._own), contextvars.copy_context(), modes.current())
+        queue = self._queue()
+        queue.enter(call.context)
         packs = self._batching.pack(self._own, args, kwargs, call)
         metrics = self.metrics
-        queue = self._queue()
         try:
             requests = queue.admit(packs, call)
         except Exception:

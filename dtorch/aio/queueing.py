@@ -6,7 +6,8 @@ first as soon as any is full, or the oldest request has waited for `max_delay`, 
 the two. More than that is never under way: under overload batches are full, and the queue fills up to its bound.
 
 A task per event loop sends batches, for as long as there is anything to send or to wait for. It belongs to no caller:
-a caller that is cancelled leaves its rows behind and disturbs nobody.
+a caller that is cancelled leaves its rows behind and disturbs nobody. A batch that nobody waits for any more is
+cancelled, so that the next one has its place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,6 +25,7 @@ from typing import Any, Protocol
 
 import anyio
 import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 from ..errors import OverloadedError, PoolError
 from ..runtime.modes import Modes
@@ -31,12 +34,36 @@ from .tasks import spawn
 
 __all__ = ["BatchMetrics", "Call", "Queue", "Request"]
 
+_log = logging.getLogger("dtorch")
+
 _RUNNING = 2  # batches under way at once: one runs, and the next one's operators are queued behind it
 _SMOOTHING = 0.3  # weight of the newest batch in the estimate of throughput
 _MAX_RETRY_AFTER = 60.0  # seconds
+_STUCK = 5.0  # seconds that a function has to end in when its batch is cancelled, before that is logged
 
 # Queues whose task runs. asyncio keeps no strong reference to a task.
 _alive: set[Queue] = set()
+
+
+# The batches that the calling code is part of: of one function, of one that awaits it, and so on. The name makes it
+# part of what calls must agree in to share a batch, so that it tells the truth for all of them.
+_inside: contextvars.ContextVar[frozenset[_Run]] = contextvars.ContextVar("dtorch_batches", default=frozenset())
+
+
+class _Run:
+    """A batch that is computed; equal to any other of its queue, whose calls may share batches of other functions."""
+
+    __slots__ = ("over", "queue")
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self.over = False  # what it has started may outlive it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Run) and other.queue is self.queue
+
+    def __hash__(self) -> int:
+        return hash(self.queue)
 
 
 @dataclass(eq=False)
@@ -107,12 +134,13 @@ class Request:
     Invariant: `done` is set exactly when `result` or `error` is.
     """
 
-    __slots__ = ("call", "done", "error", "group", "pack", "result", "since", "traceback")
+    __slots__ = ("batch", "call", "done", "error", "group", "pack", "result", "since", "traceback")
 
     def __init__(self, pack: Pack, call: Call, since: float) -> None:
         self.pack, self.call, self.since = pack, call, since
         self.done = anyio.Event()
         self.group: Group | None = None  # while it waits to be sent
+        self.batch: Batch | None = None  # from then on
         self.result: Any = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
@@ -155,6 +183,28 @@ class Group:
         return next(iter(self.requests)).since
 
 
+class Batch:
+    """Requests that were sent together, oldest first.
+
+    Attributes:
+        wanted: how many of them somebody waits for.
+        scope: what the function runs in.
+        begun: it runs, or has run.
+        ended: set when it has.
+    """
+
+    __slots__ = ("begun", "ended", "requests", "scope", "wanted")
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.wanted = len(requests)
+        self.scope = anyio.CancelScope()
+        self.begun = False
+        self.ended = anyio.Event()
+        for request in requests:
+            request.batch = self
+
+
 class Queue:
     """The requests of one function in one event loop; touched by that loop's thread alone.
 
@@ -173,8 +223,28 @@ class Queue:
         self._scope: anyio.CancelScope | None = None
         self._ended: anyio.Event | None = None  # of the task that sends; None where there is none
         self._task: object = None
+        self._tasks: TaskGroup | None = None  # of that task
 
     # -- callers ------------------------------------------------------------------------------------------------
+
+    def enter(self, context: contextvars.Context) -> None:
+        """Whether a call from `context` can be answered.
+
+        Raises:
+            RuntimeError: it is made inside a batch of this queue, which would wait for itself.
+        """
+        inside = context.get(_inside)
+        if not inside:
+            return
+        running = frozenset(run for run in inside if not run.over)
+        if any(run.queue is self for run in running):
+            name = self.limits.name
+            raise RuntimeError(
+                f"{name}: called inside itself, where its batch would wait for one that has to wait for it.\n"
+                f"  Write:  await {name}.unbatched(...)  inside the function"
+            )
+        if running != inside:
+            context.run(_inside.set, running)
 
     def admit(self, packs: Sequence[Pack], call: Call) -> list[Request]:
         """Queue the parts of one call.
@@ -216,9 +286,16 @@ class Queue:
         return requests
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for it any longer: take it out, if it has not been sent."""
+        """Nobody waits for it any longer: take it out, if it has not been sent; else it may end its batch."""
         if request.group is not None:
             self._take(request)
+        elif request.batch is not None and not request.done.is_set():
+            batch = request.batch
+            batch.wanted -= 1
+            if not batch.wanted and batch.begun:
+                batch.scope.cancel()
+                assert self._tasks is not None
+                self._tasks.start_soon(self._watch, batch)
 
     def retry_after(self) -> float:
         """Seconds until what waits now will have been sent, judged by the throughput of late."""
@@ -241,7 +318,7 @@ class Queue:
 
     async def _run(self) -> None:
         async with anyio.create_task_group() as tasks:
-            self._scope = tasks.cancel_scope
+            self._scope, self._tasks = tasks.cancel_scope, tasks
             while self._waiting or self._running:
                 self._changed = anyio.Event()
                 group, pause = self._next(anyio.current_time())
@@ -266,7 +343,7 @@ class Queue:
         ended.set()
 
     def _idle(self) -> None:
-        self._ended = self._scope = self._task = None
+        self._ended = self._scope = self._task = self._tasks = None
         _alive.discard(self)
 
     def _next(self, now: float) -> tuple[Group | None, float]:
@@ -279,7 +356,7 @@ class Queue:
         # Not the full one: whoever came first is sent first.
         return (oldest, 0) if full or not self._running or due <= now else (None, due - now)
 
-    def _batch(self, group: Group) -> list[Request]:
+    def _batch(self, group: Group) -> Batch:
         """Take the oldest requests of `group`, as many as fit."""
         batch: list[Request] = []
         rows = 0
@@ -290,33 +367,58 @@ class Queue:
             self._take(request)
             batch.append(request)
         self._sent.update(dict.fromkeys(batch))
-        return batch
+        return Batch(batch)
 
-    async def _send(self, batch: list[Request]) -> None:
+    async def _send(self, batch: Batch) -> None:
+        requests = batch.requests
         # What held where the oldest request was made holds for its batch; it is this task's own copy.
-        for variable, value in batch[0].call.context.items():
+        for variable, value in requests[0].call.context.items():
             variable.set(value)
-        started = max(self._finished, batch[0].since)
+        run = _Run(self)
+        _inside.set((_inside.get() - {run}) | {run})
+        started = max(self._finished, requests[0].since)
         try:
-            results = await self.limits.answer(batch[0].call, [r.pack for r in batch], self.metrics)
-            for request, result in zip(batch, results, strict=True):
-                request.answer(result)
+            if not batch.wanted:  # its callers have gone before it began
+                return
+            batch.begun = True
+            with batch.scope:
+                results = await self.limits.answer(requests[0].call, [r.pack for r in requests], self.metrics)
+                for request, result in zip(requests, results, strict=True):
+                    request.answer(result)
         except Exception as error:
-            for request in batch[1:]:
+            for request in requests[1:]:
                 request.fail(_twin(error))
-            batch[0].fail(error)
+            requests[0].fail(error)
         except anyio.get_cancelled_exc_class():
             # Of this batch alone, by the function itself, or of all. Either way this task ends here.
-            self._fail(batch, "its batch was cancelled")
+            self._fail(requests, "its batch was cancelled")
         finally:
-            self._fail(batch, "its batch was broken off")
+            run.over = True
+            self._fail(requests, "its batch was broken off")
+            batch.ended.set()
             self._running -= 1
             self._changed.set()
-            for request in batch:
+            for request in requests:
                 self._sent.pop(request, None)
+                request.batch = None  # which refers to it
             self._finished = anyio.current_time()
-            rate = len(batch) / max(self._finished - started, 1e-6)
-            self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
+            if batch.wanted:
+                rate = len(requests) / max(self._finished - started, 1e-6)
+                self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
+
+    async def _watch(self, batch: Batch) -> None:
+        """See to it that a function ends whose batch was cancelled, or say that it does not."""
+        with anyio.move_on_after(_STUCK):
+            await batch.ended.wait()
+            return
+        _log.warning(
+            "%s: nobody waits for its batch any more, but it goes on %g s after it was cancelled; %d of at most %d "
+            "batches are under way, and others wait for them",
+            self.limits.name,
+            _STUCK,
+            self._running,
+            _RUNNING,
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import torch
 
 import dtorch
 from dtorch import Replicate, Shard, init_device_mesh
-from dtorch.aio import batched
+from dtorch.aio import batched, queueing
 from dtorch.runtime.client import client
 
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -264,7 +264,7 @@ def test_rows_and_arguments_share_memory_with_nobody(mesh: dtorch.DeviceMesh, ba
         inputs = [torch.full((1, 2), 1.0 + i) for i in range(callers)]
         for call in (f, f.unbatched):
             for kind in ("buffer", "table", "inplace", "input"):
-                got = await together([lambda x=x, k=kind: call(x, k) for x in inputs])
+                got = await together([lambda x=x, k=kind, c=call: c(x, k) for x in inputs])
                 want = [[t.clone() for t in torch.utils._pytree.tree_leaves(result)] for result in got]
                 # Later calls, writes of other callers, and writes to what the function keeps, change nothing.
                 await call(torch.full((callers, 2), 9.0), kind)
@@ -535,10 +535,8 @@ def test_cancelled_callers_drop_out_before_and_harm_nobody_after(backend: str) -
             scopes[3].cancel()
             await settle()
             assert gated.call.metrics.queue_depth == 2
-            # Of the batch under way, the only caller leaves; the next batch is sent when that one has ended.
+            # Of the batch under way, the only caller leaves: that batch is broken off, and the next one is sent.
             scopes[1].cancel()
-            await settle()
-            gated.gates[0].set()
             await settle()
             assert gated.batches == [[1], [2, 4]]
             scopes[2].cancel()
@@ -549,6 +547,178 @@ def test_cancelled_callers_drop_out_before_and_harm_nobody_after(backend: str) -
         assert (m.completed, m.cancelled, m.batches) == (1, 3, 2) and counted(gated.call)
 
     anyio.run(main, backend=backend)
+
+
+def refuses_itself(name: str) -> Any:
+    return pytest.raises(RuntimeError, match=rf"{name}: called inside itself(.|\n)*await {name}\.unbatched\(")
+
+
+@BACKENDS
+def test_a_function_that_calls_itself_is_told_what_to_write(backend: str) -> None:
+    @batched()
+    async def tree(x: torch.Tensor, unbatched: bool = False) -> torch.Tensor:
+        if x.shape[1] == 1:
+            return x
+        return await (tree.unbatched if unbatched else tree)(x[:, :-1], unbatched)
+
+    @batched()
+    async def ping(x: torch.Tensor, after: Any = None) -> torch.Tensor:
+        return await pong(x) if after is None else await after(x)
+
+    @batched()
+    async def pong(x: torch.Tensor) -> torch.Tensor:
+        return await ping(x)
+
+    @batched()
+    async def same(x: torch.Tensor) -> torch.Tensor:
+        await anyio.lowlevel.checkpoint()
+        return x
+
+    class Tree:
+        def __init__(self, child: Tree | None) -> None:
+            self.child = child
+
+        @batched()
+        async def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.child is None else await self.child.forward(x) + 1
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            with refuses_itself("tree"):
+                await tree(torch.ones(1, 3))
+            assert (await tree(torch.ones(1, 1))).tolist() == [[1]]
+            assert (await tree(torch.ones(1, 4), unbatched=True)).tolist() == [[1]]
+            with refuses_itself("ping"):
+                await ping(row(1))
+            with refuses_itself("pong"):
+                await pong(row(1))
+            # Another function inside is nothing special, nor is the same one of another instance.
+            got = await together([lambda i=i: ping(row(i), same) for i in range(5)])
+            assert [t.item() for t in got] == list(range(5)) and same.metrics.batches <= 2
+            assert (await Tree(Tree(Tree(None))).forward(row(1))).item() == 3
+            assert tree.metrics.failed == 1 and counted(tree) and counted(ping) and counted(pong)
+
+    anyio.run(main, backend=backend)
+
+
+@BACKENDS
+def test_what_a_function_has_started_may_call_it_when_its_batch_is_over(backend: str) -> None:
+    async def main() -> None:
+        got: list[float] = []
+        over = anyio.Event()
+
+        async def later() -> None:
+            await over.wait()
+            got.append((await f(row(3), False)).item())
+
+        async with anyio.create_task_group() as group:
+
+            @batched()
+            async def f(x: torch.Tensor, start: bool) -> torch.Tensor:
+                if start:
+                    if backend == "asyncio":
+                        tasks.append(asyncio.create_task(later()))
+                    else:
+                        group.start_soon(later)
+                return x
+
+            tasks: list[Any] = []
+            await f(row(1), True)
+            over.set()
+            with anyio.fail_after(20):
+                while not got:  # noqa: ASYNC110
+                    await anyio.sleep(0.001)
+        assert got == [3]
+
+    anyio.run(main, backend=backend)
+
+
+@BACKENDS
+def test_stuck_batches_that_nobody_waits_for_make_way(backend: str) -> None:
+    ended: list[float] = []
+
+    @batched(max_size=1)
+    async def f(x: torch.Tensor) -> torch.Tensor:
+        try:
+            if x.item() < 0:
+                await anyio.sleep_forever()
+        finally:
+            ended.append(x.item())
+        return x
+
+    async def impatient(value: float) -> None:
+        with anyio.move_on_after(0.02):
+            await f(row(value))
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for value in (-1.0, -2.0):
+                    group.start_soon(impatient, value)
+                await settle()
+                # Behind the two, before and after their callers have gone.
+                assert (await f(row(3))).item() == 3
+            assert (await f(row(4))).item() == 4
+        assert sorted(ended[:2]) == [-2, -1] and ended[2:] == [3, 4]
+        m = f.metrics
+        assert (m.cancelled, m.completed) == (2, 2) and counted(f) and m.pending == 0
+
+    anyio.run(main, backend=backend)
+
+
+@BACKENDS
+def test_a_batch_goes_on_while_anybody_waits_for_it(backend: str) -> None:
+    async def main() -> None:
+        gated = Gated(max_size=2)
+        scopes: list[anyio.CancelScope] = []
+        got: list[Any] = []
+
+        async def one(value: float) -> None:
+            with anyio.CancelScope() as scope:
+                scopes.append(scope)
+                got.append((await gated.call(row(value))).item())
+
+        async with anyio.create_task_group() as group:
+            # Two full batches under way: of (1), and of (2, 3).
+            for value in (1, 2, 3):
+                group.start_soon(one, value)
+                await settle()
+            assert gated.batches == [[1], [2, 3]]
+            scopes[1].cancel()
+            await settle()
+            gated.open()
+        assert sorted(got) == [2, 6] and gated.call.metrics.cancelled == 1
+
+    anyio.run(main, backend=backend)
+
+
+@BACKENDS
+def test_a_function_that_ignores_its_cancellation_is_named(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(queueing, "_STUCK", 0.02)
+
+    async def main() -> None:
+        gate = anyio.Event()
+
+        @batched(max_size=1)
+        async def stubborn(x: torch.Tensor) -> torch.Tensor:
+            with anyio.CancelScope(shield=True):
+                await gate.wait()
+            return x
+
+        with anyio.move_on_after(0.01):
+            await stubborn(row(1))
+        with anyio.fail_after(20):
+            while not caplog.records:  # noqa: ASYNC110
+                await anyio.sleep(0.002)
+            assert "stubborn: nobody waits for its batch any more" in caplog.text
+            gate.set()
+            assert (await stubborn(row(2))).item() == 2
+        assert len(caplog.records) == 1 and counted(stubborn)
+
+    with caplog.at_level("WARNING", logger="dtorch"):
+        anyio.run(main, backend=backend)
 
 
 @BACKENDS
