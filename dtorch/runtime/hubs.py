@@ -37,8 +37,10 @@ class AsyncioHub:
         loop.call_later(RECHECK, self._on_timer)
 
     def __del__(self) -> None:
+        # The loop was closed under its waiters. Their coroutines may be finalized after this: counted out once.
         if self._pending:
-            self._waiting._lost.append(1)
+            self._pending.clear()
+            self._waiting.lose()
 
     async def wait(self, ready: Ready) -> None:
         if not self._pending and not self._passing:
@@ -60,6 +62,9 @@ class AsyncioHub:
         try:
             if not ready():
                 await future
+        except GeneratorExit:
+            self._drop(future)
+            raise
         finally:
             self._remove(future)
 
@@ -96,6 +101,11 @@ class AsyncioHub:
     def _remove(self, future: asyncio.Future[None]) -> None:
         if self._pending.pop(future, None) is not None and not self._pending:
             self._waiting.leave()
+
+    def _drop(self, future: asyncio.Future[None]) -> None:
+        """As :meth:`_remove`, for a coroutine that is finalized: in any thread, in the midst of anything."""
+        if self._pending.pop(future, None) is not None and not self._pending:
+            self._waiting.lose()
 
     def _scan(self) -> None:
         for future, ready in list(self._pending.items()):
@@ -171,6 +181,7 @@ class AnyioHub:
         if not self._pending:
             waiting.enter()
         self._pending[me] = None
+        finalized = False  # with its loop: then no lock may be taken
         try:
             waiting.on_wait()
             me.look()
@@ -180,10 +191,13 @@ class AnyioHub:
                 else:
                     await me.event.wait()
                     me.event = anyio.Event()
+        except GeneratorExit:
+            finalized = True
+            raise
         finally:
             del self._pending[me]
             if not self._pending:
-                waiting.leave()
+                (waiting.lose if finalized else waiting.leave)()
             elif self._leader is None:
                 next(iter(self._pending)).event.set()
         if me.error is not None:

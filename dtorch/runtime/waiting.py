@@ -177,6 +177,10 @@ class Waiting:
             self._count -= 1 + self._forget_lost()
             self._control[WAITING] = self._count
 
+    def lose(self) -> None:
+        """Count a waiter out whose loop is gone, from a finalizer: takes no lock, and shows at the next enter()."""
+        self._lost.append(1)
+
     def epoll(self) -> select.epoll:
         """A new epoll that wakes once for every write of the done eventfd."""
         poller = select.epoll()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import sys
 import time
 import types
 import warnings
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -166,6 +168,46 @@ def test_two_loops_and_a_thread_share_a_future(mesh: dtorch.DeviceMesh) -> None:
         ]
 
     assert asyncio.run(main()) == [4.0] * 4
+
+
+def close_under_waiters(make_loop: Callable[[], asyncio.AbstractEventLoop], wait: Callable[[], Awaitable[Any]]) -> None:
+    """Run 30 tasks of `wait` in a loop that is closed before any has its value."""
+
+    async def many() -> None:
+        await asyncio.gather(*(asyncio.ensure_future(wait()) for _ in range(30)))
+
+    loop = make_loop()
+    loop.create_task(many())
+    loop.call_later(0.02, loop.stop)
+    loop.run_forever()
+    loop.close()
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_loops_closed_under_their_waiters_leave_nothing(mesh: dtorch.DeviceMesh, kind: str) -> None:
+    make_loop = asyncio.new_event_loop if kind == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+    a = dtorch.ones(8, device_mesh=mesh, placements=[Shard(0)])
+
+    async def wait() -> torch.Tensor:
+        return await (a * 2).sum()
+
+    assert asyncio.run(wait()).item() == 16
+    gc.collect()
+    waiting = client().waiting
+    slots, used = client().slots.sweep(), client().arena._used
+    for _ in range(6):
+        late = slow(mesh)
+        close_under_waiters(make_loop, lambda late=late: late.to_torch_async())
+        del late
+        gc.collect()
+        assert waiting.count == 0
+    assert asyncio.run(wait()).item() == 16  # this count is written where executors read it
+    deadline = time.monotonic() + 10
+    while (client().slots.sweep(), client().arena._used) != (slots, used) and time.monotonic() < deadline:
+        dtorch.Graph.sync()
+        client().drain()
+    assert (client().slots.sweep(), client().arena._used) == (slots, used)
 
 
 def test_the_pool_starts_without_holding_the_loop() -> None:
