@@ -7,6 +7,7 @@ cancellation, the iterator is dropped, and its task ends with it.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import copy
 import functools
@@ -31,7 +32,7 @@ from ..placement import Placement
 from ..runtime import modes
 from ..runtime.client import current_client
 from .pressure import ready_to_send
-from .tasks import call_later_here, spawn
+from .tasks import call_later_here, is_cancellation, spawn
 
 __all__ = ["Prefetch", "prefetch"]
 
@@ -80,10 +81,11 @@ class Prefetch:
 
 
 class BatchIterator:
-    """One pass over the batches. Dropping it ends what it loads ahead."""
+    """One pass over the batches, for one task at a time. Dropping it ends what it loads ahead."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
+        self._taking = False
 
     def __aiter__(self) -> BatchIterator:
         return self
@@ -93,12 +95,20 @@ class BatchIterator:
 
         Raises:
             Exception: what the loader raised instead of this batch; the batches before it have been given.
+            RuntimeError: another task waits for the next batch already.
         """
+        if self._taking:
+            raise RuntimeError(
+                "prefetch: another task waits for the next batch already, and one iterator serves one task.\n"
+                "  Write:  one async for over it, which hands the batches on; or a prefetch() of its own for each task"
+            )
+        self._taking = True
         suspended = modes.suspend()
         try:
             return await self._source.take()
         finally:
             modes.resume(suspended)
+            self._taking = False
 
     async def aclose(self) -> None:
         """Load no more, and wait until the element that is being loaded has been."""
@@ -187,8 +197,10 @@ class _Source:
             with self._scope:
                 await (self._pull_async() if hasattr(self._loader, "__aiter__") else self._pull())
             self._over = True
-        except Exception as error:
-            self._put(None, error)
+        except (Exception, asyncio.CancelledError) as error:
+            if is_cancellation(error):
+                raise
+            self._put(None, _told(error))
             self._over = True
 
     def _end(self) -> None:
@@ -267,12 +279,23 @@ class _Source:
             self._arrived.set()
 
 
+def _told(error: BaseException) -> BaseException:
+    """`error` of a loader, as the consumer gets it: those that mean something to its loop mean nothing of the kind."""
+    if not isinstance(error, (StopIteration, StopAsyncIteration, asyncio.CancelledError)):
+        return error
+    told = RuntimeError(f"prefetch: the loader raised {error!r}")
+    told.__cause__ = error
+    return told
+
+
 def prefetch(loader: Any, mesh: DeviceMesh | str | None = None, placements: Any = None, depth: int = 2) -> Prefetch:
     """Iterate over the batches of `loader`, placed on `mesh`; the next ones are loaded and uploaded meanwhile.
 
         async for x, y in dtorch.aio.prefetch(loader, mesh, [Shard(0), Replicate()]):
             loss = step(x, y)
             history.append(await loss)
+
+    One iterator serves one task: a second one that asks it for a batch meanwhile gets a RuntimeError.
 
     Batches come in the loader's order, as it made them, with dtorch tensors in the place of tensors. An error of the
     loader comes in its place too. Leaving the loop by ``break``, an exception or a cancellation ends the loading:

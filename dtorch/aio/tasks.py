@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["call_later_here", "spawn"]
+__all__ = ["call_later_here", "is_cancellation", "spawn"]
 
 
 def _trio() -> Any:
@@ -45,6 +45,15 @@ def spawn(
     task = asyncio.get_running_loop().create_task(run(), name=name, context=context)
     task.add_done_callback(lambda _: on_end())
     return task
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether `error`, caught in the calling task, is that task's cancellation, and not a CancelledError of others:
+    of a future that it awaited, or one that was simply raised."""
+    if trio := _trio():
+        return isinstance(error, trio.Cancelled)
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def call_later_here() -> Callable[[Callable[[], object]], None]:

@@ -233,6 +233,104 @@ def test_an_error_of_the_loader_comes_in_its_place(mesh: dtorch.DeviceMesh, back
     anyio.run(main, backend=backend)
 
 
+class Raising:
+    """Two batches, and then `error`, from one of the places that run a loader's code."""
+
+    def __init__(self, error: BaseException, at: str = "next") -> None:
+        self.error, self.at, self.given = error, at, 0
+
+    def _next(self) -> torch.Tensor:
+        self.given += 1
+        if self.given > 2:
+            raise self.error
+        return torch.full((4,), self.given)
+
+
+class Sync(Raising):
+    def __iter__(self) -> Sync:
+        if self.at == "iter":
+            raise self.error
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return self._next()
+
+
+class Async(Raising):
+    def __aiter__(self) -> Async:
+        if self.at == "iter":
+            raise self.error
+        return self
+
+    async def __anext__(self) -> torch.Tensor:
+        await anyio.lowlevel.checkpoint()
+        return self._next()
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("loader", "name", "before"),
+    [
+        (lambda: Sync(StopAsyncIteration("bug")), "StopAsyncIteration", 2),
+        (lambda: Sync(asyncio.CancelledError("bug")), "CancelledError", 2),
+        (lambda: Sync(StopAsyncIteration("bug"), "iter"), "StopAsyncIteration", 0),
+        (lambda: Sync(asyncio.CancelledError("bug"), "iter"), "CancelledError", 0),
+        (lambda: Async(asyncio.CancelledError("bug")), "CancelledError", 2),
+        (lambda: Async(StopAsyncIteration("bug"), "iter"), "StopAsyncIteration", 0),
+    ],
+)
+def test_errors_that_mean_something_to_a_loop_are_told_as_the_loaders(
+    mesh: dtorch.DeviceMesh, backend: str, loader: Any, name: str, before: int
+) -> None:
+    async def main() -> None:
+        seen: list[int] = []
+        iterator = aiter(prefetch(loader(), mesh, [Shard(0)]))
+        with anyio.fail_after(20):
+            with pytest.raises(RuntimeError, match=rf"the loader raised {name}\('bug'\)") as caught:
+                async for batch in iterator:
+                    seen.append((await batch)[0].item())
+            assert type(caught.value) is RuntimeError and type(caught.value.__cause__).__name__ == name
+            assert len(seen) == before
+            with pytest.raises(StopAsyncIteration):
+                await anext(iterator)
+
+    anyio.run(main, backend=backend)
+
+
+@BACKENDS
+@KINDS
+def test_one_iterator_serves_one_task(mesh: dtorch.DeviceMesh, backend: str, kind: str) -> None:
+    async def main() -> None:
+        seen: list[int] = []
+        refused: list[str] = []
+
+        async def consume(iterator: Any) -> None:
+            try:
+                async for batch in iterator:
+                    seen.append((await batch)[0].item())
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        iterator = aiter(prefetch(Loader(10).of(kind), mesh, [Shard(0)]))
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for _ in range(2):
+                    group.start_soon(consume, iterator)
+        # Whoever came first gets them all; nothing is lost by the other.
+        assert seen == list(range(10))
+        assert len(refused) == 1 and "one iterator serves one task" in refused[0]
+
+        # One after the other is no harm, nor is a task whose wait was cancelled.
+        iterator = aiter(prefetch(Loader(3).of(kind), mesh, [Shard(0)]))
+        with anyio.move_on_after(0):
+            await anext(iterator)
+        got = [(await (await anext(iterator)))[0].item()]
+        await consume(iterator)
+        assert got == [0] and seen[10:] == [1, 2] and len(refused) == 1
+
+    anyio.run(main, backend=backend)
+
+
 @BACKENDS
 def test_an_error_of_iter_and_an_empty_loader(mesh: dtorch.DeviceMesh, backend: str) -> None:
     class Broken:
