@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field
 from transformers import AutoModel, AutoTokenizer
-from web import Requests, Sample, answer_errors, prometheus, serve, settle, unless_disconnected
+from web import Health, Requests, Sample, Text, answer_errors, prometheus, serve, settle, unless_disconnected
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -53,7 +53,7 @@ PLAN = {
 class Texts(BaseModel):
     """The body of a request."""
 
-    texts: list[str] = Field(min_length=1, max_length=256)
+    texts: list[Text] = Field(min_length=1, max_length=256)
 
 
 class Embedder:
@@ -101,7 +101,7 @@ class Embedder:
                 await (await self.forward(ones, ones))
 
 
-def application(embedder: Embedder, warm: int, **batching: Any) -> FastAPI:
+def application(embedder: Embedder, health: Health, warm: int, **batching: Any) -> FastAPI:
     """The server around `embedder`; `batching` is for :func:`dtorch.aio.batched`."""
     embed = dtorch.aio.batched(pad=0, pad_lengths=LENGTHS, **batching)(embedder.forward)
     requests = Requests()
@@ -113,10 +113,13 @@ def application(embedder: Embedder, warm: int, **batching: Any) -> FastAPI:
         async with dtorch.aio.lifespan(mesh=embedder.mesh, strict=True)(app):
             await embedder.warm_up(batching["max_size"], warm)
             settle()
-            yield
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(health.watch)
+                yield
+                tasks.cancel_scope.cancel()
 
     app = FastAPI(title="all-MiniLM-L6-v2 on dtorch", lifespan=lifespan)
-    answer_errors(app)
+    answer_errors(app, health)
 
     async def embeddings(texts: list[str]) -> torch.Tensor:
         # A long text takes the tokenizer milliseconds, and it lets go of the interpreter meanwhile.
@@ -136,8 +139,8 @@ def application(embedder: Embedder, warm: int, **batching: Any) -> FastAPI:
         return Response(answer, media_type="application/json")
 
     @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok", "mesh": str(embedder.mesh)}
+    async def healthz() -> JSONResponse:
+        return health.answer()
 
     def samples() -> Iterator[Sample]:
         yield from requests.samples("embed")
@@ -177,9 +180,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=["dp", "tp"])
     batching = {"max_size": args.max_batch, "max_delay": args.max_delay, "max_queue": args.max_queue}
-    app = application(Embedder(mesh), args.warm, **batching)
+    health = Health(mesh)
+    app = application(Embedder(mesh), health, args.warm, **batching)
     print(f"serving all-MiniLM-L6-v2 on {mesh} at http://{args.host}:{args.port}/embed", flush=True)
-    serve(app, args.host, args.port)
+    serve(app, args.host, args.port, health)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from gpt import GPT, PLAN, batches, load, read_text
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from web import Requests, Sample, answer_errors, prometheus, serve, settle
+from web import Health, Requests, Sample, Text, answer_errors, prometheus, serve, settle
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -41,6 +41,7 @@ from dtorch.distributed.tensor.parallel import parallelize_module
 log = logging.getLogger("serve_generate")
 
 CHUNK = 16  # tokens of a prompt that one step reads
+COLDEST = 1e-3  # temperature: logits divided by less may be infinite
 
 
 def first_fit(n: int, sizes: tuple[int, ...]) -> int:
@@ -64,11 +65,21 @@ class Sequence:
     error: BaseException | None = None
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token: the likeliest, or one that is drawn."""
+        """The next token: the likeliest, or one that is drawn.
+
+        Raises:
+            ValueError: there is no likeliest.
+        """
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite")
         if self.temperature == 0:
             return int(logits.argmax())
         chances = torch.softmax(logits.double() / self.temperature, dim=-1)
         return int(torch.multinomial(chances, 1, generator=self.generator))
+
+
+class SequenceFailed(Exception):
+    """A sequence ended before its last token; its client has been told why."""
 
 
 @dataclass
@@ -98,16 +109,24 @@ class Engine:
         capacity = self.context + CHUNK
         self.row_sizes = tuple(sorted({n for n in (1, 4, 16, 64) if n < slots} | {slots}))
         self.lengths = tuple(sorted({n for n in (64, 256, 1024) if n < capacity} | {capacity}))
-        shape = (slots, heads, capacity, width // heads)
-        self.keys, self.values = (
-            [dtorch.zeros(shape, device_mesh=mesh, placements=[Shard(1)]) for _ in range(model.config["layers"])]
-            for _ in range(2)
-        )
+        self.cache_shape = (slots, heads, capacity, width // heads)
+        self.empty_cache()
         self.places = {n: dtorch.distribute_tensor(torch.arange(n), mesh, [Replicate()]) for n in self.lengths}
         self.slots: list[Sequence | None] = [None] * slots
         self.queue: deque[Sequence] = deque()
         self.counts = Counts()
+        self.error: BaseException | None = None  # why it has stopped
         self._arrival = anyio.Event()
+
+    def empty_cache(self) -> None:
+        """A new cache, for no sequence."""
+        self.keys, self.values = (
+            [
+                dtorch.zeros(self.cache_shape, device_mesh=self.mesh, placements=[Shard(1)])
+                for _ in range(self.model.config["layers"])
+            ]
+            for _ in range(2)
+        )
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Logits of the next tokens, float32[rows, chunk, 256], of the sequences in the first slots.
@@ -143,7 +162,10 @@ class Engine:
 
         Raises:
             OverloadedError: too many wait.
+            PoolError: the engine has stopped.
         """
+        if self.error is not None:
+            raise dtorch.errors.PoolError(f"the engine has stopped: {self.error}") from self.error
         if len(self.queue) >= self.max_queue:
             ahead = limit * self.counts.seconds_per_step * (1 + len(self.queue) / len(self.slots))
             raise dtorch.errors.OverloadedError(f"{len(self.queue)} requests wait already", max(ahead, 1.0))
@@ -167,12 +189,28 @@ class Engine:
         if sequence in self.queue:
             self.queue.remove(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
-        sequence.ended = True
-        sequence.tokens.close()
+    def _end(self, sequence: Sequence, error: BaseException | None = None) -> None:
+        if not sequence.ended:
+            sequence.ended, sequence.error = True, error
+            sequence.tokens.close()
 
     async def run(self) -> None:
-        """Compute for as long as there are sequences, then wait for the next."""
+        """Compute for as long as there are sequences, then wait for the next.
+
+        Raises:
+            Exception: it cannot go on; all sequences there are have ended with this error.
+        """
+        try:
+            await self._run()
+        except Exception as error:
+            self.error = error
+            for s in (*self.slots, *self.queue):
+                if s is not None:
+                    self._end(s, error)
+            self.queue.clear()
+            raise
+
+    async def _run(self) -> None:
         while True:
             self.slots = [None if s is None or s.ended else s for s in self.slots]
             for slot, taken in enumerate(self.slots):
@@ -200,17 +238,27 @@ class Engine:
             positions[slot] += s.position
         try:
             logits = await self.forward(tokens, positions, length)
+        except (dtorch.errors.PoolError, dtorch.errors.TensorLostError):
+            raise  # the model is gone
         except Exception as error:
             log.exception("a step failed, and with it all sequences in it")
             for s in active.values():
-                s.error = error
-                self._end(s)
+                self._end(s, error)
+            self.empty_cache()  # a failed write has left the old one without a value
             return
         self.counts.steps += 1
         self.counts.shapes.add((rows, chunk, length))
         for slot, s in active.items():
-            if not s.ended:
+            if s.ended:
+                continue
+            try:
                 self._advance(s, logits[slot])
+            except Exception as error:
+                log.warning("a sequence failed: %s", error)
+                self._end(s, error)
+                # What is masked counts with weight 0, and 0 times NaN is NaN to whoever gets the slot next.
+                for cache in (*self.keys, *self.values):
+                    cache[slot : slot + 1].zero_()
         self.counts.seconds_per_step += 0.1 * (time.perf_counter() - start - self.counts.seconds_per_step)
 
     def _advance(self, s: Sequence, logits: torch.Tensor) -> None:
@@ -232,13 +280,20 @@ class Engine:
 class Prompt(BaseModel):
     """The body of a request. With temperature 0 the likeliest token is taken, else one is drawn from `seed`."""
 
-    prompt: str = Field(min_length=1)
+    prompt: Text = Field(min_length=1)
     max_tokens: int = Field(default=64, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0)
-    seed: int = 0
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)
+
+    @field_validator("temperature")
+    @classmethod
+    def usable(cls, temperature: float) -> float:
+        if 0 < temperature < COLDEST:
+            raise ValueError(f"expected 0, or at least {COLDEST}")
+        return temperature
 
 
-def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int) -> FastAPI:
+def application(model: GPT, mesh: dtorch.DeviceMesh, health: Health, slots: int, max_queue: int) -> FastAPI:
     """The server around `model`, which is moved to `mesh`."""
     requests = Requests()
     engine: Engine
@@ -251,19 +306,30 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
             await engine.warm_up()
             settle()
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(engine.run)
+                tasks.start_soon(run_engine)
+                tasks.start_soon(health.watch)
                 yield
                 tasks.cancel_scope.cancel()
 
+    async def run_engine() -> None:
+        try:
+            await engine.run()
+        except Exception as error:
+            health.fail(error)
+
     app = FastAPI(title="GPT on dtorch", lifespan=lifespan)
-    answer_errors(app)
+    answer_errors(app, health)
 
     async def events(sequence: Sequence) -> AsyncIterator[str]:
-        """Server-sent events: one for each token, and one at the end."""
+        """Server-sent events: one for each token, and one at the end, which says ``done`` or ``error``."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        async for token in engine.stream(sequence):
-            yield f"data: {json.dumps({'token': token, 'text': decoder.decode(bytes([token]))})}\n\n"
-        yield f"data: {json.dumps({'done': True, 'tokens': sequence.written})}\n\n"
+        try:
+            async for token in engine.stream(sequence):
+                yield f"data: {json.dumps({'token': token, 'text': decoder.decode(bytes([token]))})}\n\n"
+        except Exception as error:
+            yield f"data: {json.dumps({'error': f'{type(error).__name__}: {error}', 'tokens': sequence.written})}\n\n"
+        else:
+            yield f"data: {json.dumps({'done': True, 'tokens': sequence.written})}\n\n"
 
     class Events(StreamingResponse):
         """The events of one sequence, which ends with the response: finished or not, begun or not."""
@@ -273,11 +339,13 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
             self.sequence = sequence
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            with suppress(ClientDisconnect), requests.count():
+            with suppress(ClientDisconnect, SequenceFailed), requests.count():
                 try:
                     await super().__call__(scope, receive, send)
                 finally:
                     engine.leave(self.sequence)
+                if self.sequence.error is not None:
+                    raise SequenceFailed
                 if self.sequence.written < self.sequence.limit:
                     raise ClientDisconnect
 
@@ -291,14 +359,14 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, slots: int, max_queue: int)
             )
         try:
             sequence = engine.submit(prompt, body.max_tokens, body.temperature, body.seed)
-        except dtorch.errors.OverloadedError:
+        except (dtorch.errors.OverloadedError, dtorch.errors.PoolError):
             with requests.count():
                 raise
         return Events(sequence)
 
     @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok", "mesh": str(mesh)}
+    async def healthz() -> JSONResponse:
+        return health.answer()
 
     def samples() -> Iterator[Sample]:
         yield from requests.samples("generate")
@@ -359,9 +427,10 @@ def main() -> None:
         model.to(mesh)
     else:
         model = trained(mesh, args.steps, args.seed)
-    app = application(model, mesh, args.slots, args.max_queue)
+    health = Health(mesh)
+    app = application(model, mesh, health, args.slots, args.max_queue)
     print(f"serving a GPT on {mesh} at http://{args.host}:{args.port}/generate", flush=True)
-    serve(app, args.host, args.port)
+    serve(app, args.host, args.port, health)
 
 
 if __name__ == "__main__":

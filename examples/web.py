@@ -1,29 +1,106 @@
-"""What serve_embeddings.py and serve_generate.py share: counters, a watch on the client, and how they start."""
+"""What serve_embeddings.py and serve_generate.py share: counters, watches on clients and executors, start and end."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import logging
 import math
 import os
+import sys
 import time
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import anyio
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import AfterValidator
 from starlette.requests import ClientDisconnect
 
 import dtorch
+from dtorch import Shard
+
+log = logging.getLogger("serve")
 
 T = TypeVar("T")
 
 Sample = tuple[str, str, float, dict[str, str]]
 """A value that Prometheus reads: (name, "counter" or "gauge", value, labels)."""
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a character: "\ud800"
+        raise ValueError(f"not Unicode text: {error.reason}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+"""Text of a request; what UTF-8 cannot write is refused."""
+
+
+class Health:
+    """Whether the server can do its work. Without executors it cannot, and it ends, for its supervisor to restart it:
+    weights and caches are gone with them, and a start knows how to make them.
+
+    Attributes:
+        reason: why it cannot; it is about to end then.
+        stop: ends the server.
+    """
+
+    GRACE = 2.0  # seconds between the failure and the end, in which callers and load balancers are told: 503
+    SILENCE = 30.0  # seconds without an answer of the executors after which they count as stuck
+
+    def __init__(self, mesh: dtorch.DeviceMesh) -> None:
+        self.mesh = mesh
+        self.reason: str | None = None
+        self.stop: Callable[[], None] = lambda: None
+        self._answered = math.inf
+        self._failed = anyio.Event()
+
+    def fail(self, error: BaseException) -> None:
+        """The server cannot go on; the first reason is kept."""
+        if self.reason is None:
+            self.reason = f"{type(error).__name__}: {error}"
+            log.critical("cannot go on, exiting with status 1 for a supervisor to restart: %s", self.reason)
+            self._failed.set()
+
+    async def watch(self) -> None:
+        """Ask all executors for a number, once a second; end the server when they, or anything else, have failed."""
+        self._answered = time.monotonic()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._ask)
+            await self._failed.wait()
+            tasks.cancel_scope.cancel()
+        await anyio.sleep(self.GRACE)
+        self.stop()
+
+    async def _ask(self) -> None:
+        while True:
+            try:
+                await dtorch.zeros(self.mesh.size(), device_mesh=self.mesh, placements=[Shard(0)] * self.mesh.ndim)
+            except Exception as error:
+                self.fail(error)
+                return
+            self._answered = time.monotonic()
+            await anyio.sleep(1)
+
+    def answer(self) -> JSONResponse:
+        """200, or 503 with the reason."""
+        silent = time.monotonic() - self._answered
+        reason = self.reason
+        if reason is None and silent > self.SILENCE:
+            reason = f"the executors have not answered for {silent:.0f} s"
+        if reason is None:
+            return JSONResponse({"status": "ok", "mesh": str(self.mesh)})
+        return JSONResponse({"status": "failed", "reason": reason, "mesh": str(self.mesh)}, status_code=503)
 
 
 class Requests:
@@ -131,8 +208,22 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     return results[0]
 
 
-def answer_errors(app: FastAPI) -> None:
-    """429 with Retry-After where a queue is full; nothing to a client that has left."""
+def answer_errors(app: FastAPI, health: Health) -> None:
+    """422 to a request that is wrong, 429 with Retry-After where a queue is full, 503 without executors; nothing to a
+    client that has left.
+    """
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        # The input is not sent back: it may be what no JSON can hold, such as NaN or half a character.
+        detail = [{key: e[key] for key in ("type", "loc", "msg")} for e in error.errors()]
+        return Response(json.dumps({"detail": detail}), status_code=422, media_type="application/json")
+
+    @app.exception_handler(dtorch.errors.TensorLostError)
+    @app.exception_handler(dtorch.errors.PoolError)
+    async def lost(request: Request, error: Exception) -> JSONResponse:
+        health.fail(error)
+        return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": "5"})
 
     @app.exception_handler(dtorch.errors.OverloadedError)
     async def overloaded(request: Request, error: dtorch.errors.OverloadedError) -> JSONResponse:
@@ -152,6 +243,20 @@ def settle() -> None:
     gc.freeze()
 
 
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serve until Ctrl-C or SIGTERM; requests that have come in by then are still answered, for up to half a minute."""
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=30)
+def serve(app: FastAPI, host: str, port: int, health: Health) -> None:
+    """Serve until Ctrl-C or SIGTERM; requests that have come in by then are still answered, for up to half a minute.
+    The status is 1 where it ends because it cannot go on.
+    """
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=30)
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    health.stop = stop
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        pass  # Ctrl-C, raised again after the graceful end
+    if health.reason is not None or not server.started:
+        sys.exit(1)

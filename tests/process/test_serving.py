@@ -36,6 +36,7 @@ REAL_MODEL = pytest.mark.skipif(
 pytestmark = pytest.mark.timeout(240)
 
 EXAMPLES = str(ROOT / "examples")
+JSON = {"content-type": "application/json"}
 
 
 def free_port() -> int:
@@ -92,6 +93,8 @@ class Server:
         """Send it `sig` and wait for its end; what it printed."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
+        elif self.process.stdout is not None and self.process.stdout.closed:
+            return ""  # it has ended by itself, and a test has read what it printed
         try:
             return self.process.communicate(timeout=60)[0]
         finally:
@@ -120,6 +123,21 @@ def gone(pids: list[int]) -> bool:
 def adds_up(m: dict[str, float], name: str) -> bool:
     ended = sum(value for key, value in m.items() if key.startswith(f"{name}_requests_total"))
     return m[f"{name}_requests_started_total"] == ended + m[f"{name}_requests_in_progress"]
+
+
+async def ends_without_executors(server: Server, http: Any, path: str, body: dict[str, Any]) -> None:
+    """It says so in every answer, and ends with status 1 for a supervisor to restart it."""
+    os.kill(max(server.family()), signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while (health := await http.get("/healthz")).status_code == 200:
+        assert time.monotonic() < deadline, "an executor is dead, and /healthz does not say so"
+        await asyncio.sleep(0.1)
+    assert health.status_code == 503 and "executor" in health.json()["reason"]
+    refused = await http.post(path, json=body)
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
+    printed = (await asyncio.to_thread(server.process.communicate, timeout=60))[0]
+    assert server.process.returncode == 1
+    assert "exiting with status 1 for a supervisor to restart" in printed and "Traceback" not in printed, printed
 
 
 # ---- embeddings -------------------------------------------------------------------------------------
@@ -167,8 +185,9 @@ async def test_embeddings_equal_plain_torch(truth: dict[str, torch.Tensor], args
             async with asyncio.TaskGroup() as clients:
                 for i in range(24):
                     clients.create_task(embed(SENTENCES[i % 5 : i % 5 + 1 + i % 3]))
-            refused = await http.post("/embed", json={"texts": []})
-            assert refused.status_code == 422
+            for body in ('{"texts": []}', '{"texts": ["\\ud800"]}', '{"texts": [NaN]}', '{"texts": ["a", 1e999]}'):
+                refused = await http.post("/embed", content=body, headers=JSON)
+                assert refused.status_code == 422 and refused.json()["detail"], body
         m = server.metrics()
         assert adds_up(m, "embed")
         assert m['embed_requests_total{outcome="ok"}'] == 25
@@ -205,6 +224,14 @@ async def test_a_full_queue_and_clients_that_leave() -> None:
             assert m['embed_requests_total{outcome="refused"}'] == len(busy)
             assert adds_up(m, "embed")
             assert (await http.post("/embed", json={"texts": ["still there"]})).status_code == 200
+
+
+@REAL_MODEL
+async def test_embeddings_end_with_their_executors() -> None:
+    with serving("serve_embeddings", "--warm", 0, "--dp", 2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+            assert (await http.post("/embed", json={"texts": ["a", "b"]})).status_code == 200
+            await ends_without_executors(server, http, "/embed", {"texts": ["a"]})
 
 
 @REAL_MODEL
@@ -300,6 +327,55 @@ async def test_tokens_equal_plain_torch(gpt: Any, checkpoint: Path, tp: int) -> 
         assert adds_up(m, "generate")
         assert m["generate_tokens_total"] == sum(n for _, n in many) + 60
         assert m["generate_steps_total"] < m["generate_tokens_total"], "sequences did not share steps"
+
+
+REFUSED = [
+    '{"prompt": "a", "max_tokens": 3, "temperature": 1e-320}',
+    '{"prompt": "a", "max_tokens": 3, "temperature": 1e999}',
+    '{"prompt": "a", "max_tokens": 3, "temperature": NaN}',
+    '{"prompt": "a", "max_tokens": 3, "temperature": 1.0, "seed": 18446744073709551616}',
+    '{"prompt": "a", "max_tokens": 3, "seed": -9223372036854775809}',
+    '{"prompt": "\\ud800", "max_tokens": 3}',
+]
+
+
+async def test_a_sequence_that_fails_fails_alone(gpt: Any, checkpoint: Path, tmp_path: Path) -> None:
+    model = gpt.load(str(checkpoint))
+    with torch.no_grad():
+        model.token.weight[1] = torch.nan  # what follows this byte has no likeliest token
+    gpt.save(model, str(tmp_path / "nan.pt"))
+    with serving("serve_generate", "--checkpoint", tmp_path / "nan.pt", "--slots", 2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+            for body in REFUSED:
+                refused = await http.post("/generate", content=body, headers=JSON)
+                assert refused.status_code == 422 and refused.json()["detail"], body
+
+            async def fails() -> list[dict[str, Any]]:
+                return [event async for event in events(http, prompt="ab\x01", max_tokens=30)]
+
+            expected = written(gpt, checkpoint, "a", 40)
+            assert 1 not in expected
+            found, tokens = await asyncio.gather(fails(), generated(http, prompt="a", max_tokens=40))
+            assert len(found) == 1 and "not finite" in found[0]["error"]
+            assert tokens == expected
+            # Both slots, one of which has had the bad sequence.
+            again = await asyncio.gather(*[generated(http, prompt="a", max_tokens=40) for _ in range(2)])
+            assert again == [expected, expected]
+            for body in ({"temperature": 1e-3}, {"temperature": 1e6, "seed": 2**64 - 1}, {"seed": -(2**63)}):
+                await generated(http, prompt="a", max_tokens=3, **body)
+            assert (await http.get("/healthz")).status_code == 200
+        m = server.metrics()
+        assert m['generate_requests_total{outcome="failed"}'] == 1
+        assert adds_up(m, "generate")
+
+
+async def test_generation_ends_with_its_executors(gpt: Any, checkpoint: Path) -> None:
+    with serving("serve_generate", "--checkpoint", checkpoint, "--tp", 2, "--slots", 2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+            stream = events(http, prompt="abc", max_tokens=60)
+            await anext(stream)
+            await ends_without_executors(server, http, "/generate", {"prompt": "a"})
+            assert "error" in [event async for event in stream][-1]
 
 
 async def test_clients_leave_and_others_go_on(gpt: Any, checkpoint: Path) -> None:
