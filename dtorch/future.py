@@ -10,12 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from .runtime import modes
-from .runtime.waiting import Waiting
+from .runtime.waiting import Waiting, Watcher
 
 __all__ = ["TensorFuture", "VoidFutureCollect"]
 
@@ -62,6 +63,8 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._callbacks: list[Callable[[Any], object]] | None = None
+        # Who will call back; a loop that has ended is none any longer, but may still be here.
+        self._watchers: weakref.WeakSet[Watcher] | None = None
 
     def get(self, timeout: float | None = None) -> T:
         """The value, waiting for it up to `timeout` seconds (``None``: for ever).
@@ -122,18 +125,12 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         It is called from the asyncio loop that runs now, else from a helper thread, or from whichever thread fetches
         the value first. What it raises is logged.
         """
-        with self._lock:
-            settled, first = self._settled, self._callbacks is None
-            if not settled:
-                if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(fn)
-        if settled:
+        if not self._remember(fn):
             self._call(fn)
         elif self._is_done():
             self._settle()
-        elif first:
-            self._waiting.watch(self._is_done, self._settle)
+        else:
+            self._watch(self._waiting.watcher())
 
     def __await__(self) -> Generator[Any, Any, T]:
         if not self._settled:
@@ -157,6 +154,28 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
             self._on_abandon()
         elif not self._told and getattr(self, "_error", None) is not None:
             _log.error("a future was dropped whose error nobody asked for", exc_info=self._error)
+
+    def _remember(self, fn: Callable[[Any], object]) -> bool:
+        """Whether `fn` will be called when the value is fetched; ``False``: it has been."""
+        with self._lock:
+            if self._settled:
+                return False
+            if self._callbacks is None:
+                self._callbacks = []
+            self._callbacks.append(fn)
+            return True
+
+    def _watch(self, watcher: Watcher) -> None:
+        """Have `watcher` fetch the value when it is there. Each loop that asked does so: any of them may end."""
+        with self._lock:
+            if self._settled:
+                return
+            if self._watchers is None:
+                self._watchers = weakref.WeakSet()
+            elif watcher in self._watchers:
+                return
+            self._watchers.add(watcher)
+        watcher.watch(self.is_ready, self._settle)
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not self._settled and not self._waiting.wait_thread(self._is_done, timeout):
@@ -195,28 +214,52 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         except Exception:
             _log.exception("a callback of %r raised", self)
 
-    # concurrent.futures.wait and as_completed look at these three.
+    # concurrent.futures.wait and as_completed look at these three. While they hold the condition, the state must not
+    # change: so it becomes FINISHED only under the condition, where those who wait are told, once.
+
+    _finished = False
 
     @property
     def _state(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "FINISHED" if self.is_ready() else "RUNNING"
+        return "FINISHED" if self._finished else "RUNNING"
 
     @property
     def _condition(self) -> threading.Condition:  # pyright: ignore[reportIncompatibleVariableOverride]
         mine = threading.Condition()
         condition = self.__dict__.setdefault("condition", mine)
         if condition is mine:
-            self.add_done_callback(TensorFuture._tell_waiters)
+            self._remember(TensorFuture._tell_waiters)
+        if not self._finished and self.is_ready():
+            self._settle()
+            self._tell_waiters()
         return condition
 
     @property
     def _waiters(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.__dict__.setdefault("waiters", [])
+        return self.__dict__.setdefault("waiters", _Waiters(self))
 
     def _tell_waiters(self) -> None:
-        with self._condition:
-            for waiter in self._waiters:
-                (waiter.add_result if self._error is None else waiter.add_exception)(self)
+        with self.__dict__["condition"]:
+            if not self._finished:
+                self._finished = True
+                for waiter in self._waiters:
+                    (waiter.add_result if self._error is None else waiter.add_exception)(self)
+
+
+class _Waiters(list[Any]):
+    """Who waits for a future in :mod:`concurrent.futures`; whoever is put here is about to block its thread."""
+
+    def __init__(self, future: TensorFuture[Any]) -> None:
+        super().__init__()
+        self._future = weakref.ref(future)
+
+    def append(self, waiter: Any) -> None:
+        future = self._future()
+        if future is not None and not future._finished:
+            future._waiting.on_block()
+            # Not the loop that runs here: it is about to be stopped.
+            future._watch(future._waiting.helper)
+        super().append(waiter)
 
 
 def _yes() -> bool:

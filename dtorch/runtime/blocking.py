@@ -6,6 +6,7 @@ other task of the loop as well, and an ``await`` would not have.
 
 from __future__ import annotations
 
+import concurrent.futures._base
 import sys
 import warnings
 from types import CodeType, FrameType
@@ -62,6 +63,12 @@ _OPERATORS = {
 _AWAITABLE = frozenset("argwhere bincount masked_select nonzero unique_consecutive".split())
 # The functions of dtorch that run them; each has the operator as `func`.
 _RUNNERS = frozenset({"on_client", "_item", "_equal", "by_mask", "verdict"})
+# Functions of the standard library that wait for futures of dtorch's -> what to write instead.
+_TOOLS = {
+    "wait": "await dtorch.aio.gather(*futures)",
+    "as_completed": "async for i, value in dtorch.aio.as_completed(*futures):",
+}
+_TOOLS_FILE = concurrent.futures._base.__file__
 _told: set[tuple[CodeType, int]] = set()
 
 
@@ -74,10 +81,16 @@ def on_block() -> None:
     if not in_event_loop() or (_in_notebook() and not strict.get()):
         return
     frame = user_frame(sys._getframe(1))
+    tool = ""
+    while frame.f_code.co_filename == _TOOLS_FILE and frame.f_back is not None:
+        tool, frame = frame.f_code.co_name, frame.f_back
     key = (frame.f_code, frame.f_lasti)
     if not strict.get() and key in _told:
         return
-    called, instead = _called(frame)
+    if tool:
+        called, instead = f"concurrent.futures.{tool}()", _TOOLS.get(tool, "await future")
+    else:
+        called, instead = _called(frame)
     text = (
         f"{called} waits for a value and stops the running event loop meanwhile, and all its tasks with it.\n"
         f"  Write:  {instead}\n  {site_of(frame.f_code, frame.f_lasti)}"

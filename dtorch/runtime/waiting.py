@@ -28,6 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -37,7 +38,7 @@ from .ambient import Ambient
 from .hubs import Ready
 from .shared import DEAD, WAITING, SharedState
 
-__all__ = ["Ready", "Waiting", "in_event_loop", "in_flight"]
+__all__ = ["Ready", "Waiting", "Watcher", "in_event_loop", "in_flight"]
 
 _YIELDS = 20  # of the core, before a thread sleeps
 _THROTTLE = 0.002  # seconds between looks at the run-ahead bound
@@ -64,6 +65,14 @@ def _never() -> bool:
     return False
 
 
+class Watcher(Protocol):
+    """Who calls back when something is ready."""
+
+    def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when ``ready()``."""
+        ...
+
+
 class Waiting:
     """Everyone in this process who waits for executors of one pool.
 
@@ -78,6 +87,7 @@ class Waiting:
         over_bound: whether run-ahead is past the soft bound; waits last until it is not.
         pauses: how often an await has lasted longer because of that.
         pausing: how many of them do now.
+        helper: calls back from a thread of its own; it never ends before what it watches.
     """
 
     def __init__(
@@ -101,7 +111,7 @@ class Waiting:
         self._count = 0
         self._lost: deque[int] = deque()
         self._local = threading.local()
-        self._helper = _Helper()
+        self.helper: Watcher = _Helper(self)
 
     @property
     def count(self) -> int:
@@ -159,11 +169,13 @@ class Waiting:
 
     def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
         """Call `callback` once, when ``ready()``: from the running asyncio loop, else from a helper thread."""
-        loop = asyncio._get_running_loop()
-        if loop is None or not _in_asyncio_task():
-            self._helper.add(self, ready, callback)
-        else:
-            self._asyncio_hub().watch(ready, callback)
+        self.watcher().watch(ready, callback)
+
+    def watcher(self) -> Watcher:
+        """Who watches for the caller: the running asyncio loop, else a helper thread."""
+        if asyncio._get_running_loop() is None or not _in_asyncio_task():
+            return self.helper
+        return self._asyncio_hub()
 
     def enter(self) -> None:
         """Count a waiter. It must look again afterwards, before it sleeps."""
@@ -255,12 +267,15 @@ def _in_asyncio_task() -> bool:
 class _Helper:
     """A daemon thread that calls callbacks for those who have no loop; alive only while there are any."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = weakref.ref(waiting)
         self._lock = threading.Lock()
         # Invariant: a thread runs exactly while this is not empty (seen under the lock).
         self._watched: list[tuple[Ready, Callable[[], None]]] = []
 
-    def add(self, waiting: Waiting, ready: Ready, callback: Callable[[], None]) -> None:
+    def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
+        waiting = self._waiting()
+        assert waiting is not None  # whoever has something to watch for holds it
         with self._lock:
             self._watched.append((ready, callback))
             first = len(self._watched) == 1

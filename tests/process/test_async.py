@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import random
 import sys
@@ -18,7 +19,7 @@ import torch
 import trio
 
 import dtorch
-from dtorch import Replicate, Shard, init_device_mesh
+from dtorch import Replicate, Shard, aio, init_device_mesh
 from dtorch.runtime import blocking
 from dtorch.runtime.client import client
 
@@ -309,3 +310,29 @@ def test_strict_mode_refuses(mesh: dtorch.DeviceMesh) -> None:
 
     asyncio.run(main())
     assert slow(mesh, 0.01).redistribute(placements=[Replicate()]).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("tool", ["wait", "as_completed"])
+def test_tools_of_threads_in_a_loop_are_blocking_calls(mesh: dtorch.DeviceMesh, tool: str) -> None:
+    def use(*futures: Any) -> list[Any]:
+        if tool == "wait":
+            return list(concurrent.futures.wait(futures, timeout=20).done)
+        return list(concurrent.futures.as_completed(futures, timeout=20))
+
+    async def main() -> None:
+        there, future = (slow(mesh, 0) * 2).to_torch_async(), slow(mesh).to_torch_async()
+        await there
+        aio.strict()
+        assert use(there) == [there]  # nothing to wait for
+        for _ in range(2):
+            with pytest.raises(dtorch.BlockingCallError, match=rf"{tool}\(\) waits.*\n.*dtorch\.aio\..*\n.* in use"):
+                use(there, future)
+        assert (await future).tolist() == [1.0] * 4
+        assert set(use(there, future)) == {there, future}
+        aio.strict(False)
+        late = slow(mesh).to_torch_async()
+        with pytest.warns(dtorch.BlockingCallWarning, match=rf"concurrent\.futures\.{tool}\(\) waits"):
+            assert use(late) == [late]  # it stops the loop, but not for ever
+        assert (await late).tolist() == [1.0] * 4
+
+    asyncio.run(main())

@@ -236,6 +236,44 @@ def test_concurrent_futures_tools(pool: EchoPool) -> None:
     assert done == {futures[1]}
 
 
+@pytest.mark.parametrize("ask", ["wrap_future", "wait", "as_completed", "callback in a thread"])
+def test_a_loop_that_ends_takes_no_callbacks_with_it(pool: EchoPool, ask: str) -> None:
+    """The loop that asked first is over when the value comes: who asks later is told all the same."""
+    future = pool.future(HOLD)
+
+    async def first() -> None:
+        wrapped = asyncio.wrap_future(future)
+        await asyncio.wait([wrapped], timeout=0.01)
+
+    async def later() -> Any:
+        asyncio.get_running_loop().call_later(0.02, pool.release)
+        return await asyncio.wait_for(asyncio.wrap_future(future), 10)
+
+    asyncio.run(first())
+    if ask == "wrap_future":
+        assert asyncio.run(later()) == "value"
+        return
+    threading.Timer(0.02, pool.release).start()
+    if ask == "wait":
+        assert concurrent.futures.wait([future], timeout=10) == ({future}, set())
+    elif ask == "as_completed":
+        assert list(concurrent.futures.as_completed([future], timeout=10)) == [future]
+    else:
+        called = threading.Event()
+        future.add_done_callback(lambda f: called.set())
+        assert called.wait(10)
+
+
+def test_concurrent_futures_count_each_future_once_whoever_fetches_it(pool: EchoPool) -> None:
+    for _ in range(40):
+        futures = [pool.future(50 * (i % 5)) for i in range(10)]
+        fetching = threading.Thread(target=lambda futures=futures: [f.get() for f in futures])
+        fetching.start()
+        assert set(concurrent.futures.as_completed(futures, timeout=10)) == set(futures)
+        assert concurrent.futures.wait(futures, timeout=10) == (set(futures), set())
+        fetching.join(10)
+
+
 def test_collect(pool: EchoPool) -> None:
     both = VoidFutureCollect([pool.future(0), pool.future(HOLD)])
     assert not both.is_ready()
