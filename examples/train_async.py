@@ -17,6 +17,7 @@ import argparse
 import itertools
 import math
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -45,7 +46,8 @@ class Run:
         step: steps issued, counted from the beginning; `first` where this run began.
         losses: of the steps that are done, in nats per byte.
         evaluations: step -> loss on the text that is held back.
-        checkpoints: how many were written.
+        checkpoints: how many were written; `saved` is the step of the newest.
+        stopped: the signal that stopped it before its end.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -62,6 +64,8 @@ class Run:
         self.losses: list[float] = []
         self.evaluations: dict[int, float] = {}
         self.checkpoints = 0
+        self.saved: int | None = None
+        self.stopped: signal.Signals | None = None
         self.start = time.perf_counter()
         self._moved = anyio.Event()
 
@@ -155,6 +159,7 @@ async def checkpoint(run: Run) -> None:
         plain = pytree.tree_unflatten(values, tree)
         await anyio.to_thread.run_sync(write, {**plain, "step": at}, args.checkpoint)
         run.checkpoints += 1
+        run.saved = at
 
 
 def write(state: dict[str, Any], path: str) -> None:
@@ -222,7 +227,21 @@ async def show_progress(run: Run) -> None:
         print(f"\r{line}" if live else line, end="" if live and done < steps else "\n", flush=True)
 
 
+async def stop_on_signal(run: Run, scope: anyio.CancelScope) -> None:
+    """Cancel `scope` at Ctrl-C or SIGTERM. A file that is being written by then is still written to its end."""
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for run.stopped in signals:
+            scope.cancel()
+
+
 async def main(run: Run) -> None:
+    async with anyio.create_task_group() as watch:
+        watch.start_soon(stop_on_signal, run, watch.cancel_scope)
+        await train_and_serve(run)
+        watch.cancel_scope.cancel()
+
+
+async def train_and_serve(run: Run) -> None:
     # Every await is one that lets the other tasks run: a call that would stop the loop is an error here.
     async with dtorch.aio.open(mesh=run.mesh, strict=True), anyio.create_task_group() as beside:
         port = await beside.start(serve_metrics, run)
@@ -260,9 +279,19 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = arguments()
-    run = Run(args)
+    try:
+        run = Run(args)
+    except KeyboardInterrupt:
+        sys.exit("train_async: stopped before the first step; nothing was saved")
     print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {len(run.text):,} bytes of text, {run.mesh}")
     anyio.run(main, run, backend=args.backend)
+    if run.stopped is not None:
+        saved = "nothing was saved"
+        if run.saved is not None:
+            saved = f"saved up to step {run.saved} in {args.checkpoint}: --resume {args.checkpoint} goes on from there"
+        print("\n" if sys.stdout.isatty() else "", end="", flush=True)
+        print(f"train_async: stopped by {run.stopped.name} at step {run.step}/{args.steps}; {saved}", flush=True)
+        sys.exit(128 + run.stopped)
     first, last = run.losses[0], sum(run.losses[-5:]) / len(run.losses[-5:])
     print(
         f"loss {first:.4f} → {last:.4f}, on unseen text {run.evaluations[args.steps]:.6f} nats/byte; "

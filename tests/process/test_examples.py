@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -113,6 +115,34 @@ def test_train_async_learns_while_it_evaluates_saves_and_answers(
         torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in (next(stream), next(stream))
     ]
     assert sum(losses).item() / 2 == pytest.approx(unseen, abs=1e-5)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_train_async_ends_quietly_at_ctrl_c(tmp_path: Path, text: Path, backend: str) -> None:
+    saved = tmp_path / "gpt.pt"
+    options = [*ASYNC, "--steps", 100_000, "--dp", 2, "--backend", backend, "--data", text, "--checkpoint", saved]
+    command = [sys.executable, str(ROOT / "examples/train_async.py"), *map(str, options)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    ) as process:
+        try:
+            while not saved.exists():
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to executors as well
+            out = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGINT, out
+    told = re.fullmatch(
+        r"train_async: stopped by SIGINT at step (\d+)/100000; "
+        rf"saved up to step (\d+) in {re.escape(str(saved))}: --resume \S+ goes on from there",
+        out.splitlines()[-1],
+    )
+    assert told and out.count("\n") == 3, out
+    assert int(told[2]) == torch.load(saved, weights_only=True)["step"] <= int(told[1])
 
 
 @pytest.mark.timeout(240)
