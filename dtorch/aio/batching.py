@@ -17,7 +17,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec
+from typing import Any, Generic, ParamSpec, cast
 
 import anyio
 import anyio.lowlevel
@@ -28,7 +28,7 @@ from .._tensor import Tensor
 from ..future import TensorFuture
 from ..runtime import modes
 from .queueing import BatchMetrics, Call, Queue
-from .rows import Pack, default_lengths, join, next_size, pack, padding_of, rejoin, split
+from .rows import Pack, check_lengths, default_lengths, join, next_size, pack, padding_of, rejoin, split
 
 __all__ = ["BatchMetrics", "Batched", "batched", "close_queues"]
 
@@ -75,7 +75,10 @@ class _Batching:
 
     def pack(self, own: tuple[Any, ...], args: Any, kwargs: Any, call: Call) -> list[Pack]:
         """The arguments of one call, in parts of at most `max_size` rows; `own` is the instance, if it has one."""
-        bound = self.signature.bind(*own, *args, **kwargs)
+        try:
+            bound = self.signature.bind(*own, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}() {error}") from None
         bound.apply_defaults()
         arguments = dict(list(bound.arguments.items())[len(own) :])
         state = (tuple(map(id, own)), call.modes, _ambient(call.context))
@@ -219,7 +222,12 @@ def batched(
 
     The function, ``def`` or ``async def``, takes plain torch tensors whose dim 0 is the batch, alone or in tuples,
     lists and dicts, and returns dtorch tensors, plain tensors or futures of tensors, alone or in the same, with the
-    same dim 0. It must treat each row by itself. Callers give any number of rows and get their own, as plain torch
+    same dim 0. It must treat each row by itself. A plain ``def`` runs in the event loop, as does what an ``async def``
+    computes between its awaits: issuing dtorch operators takes microseconds, but work of its own, as of plain torch,
+    holds up everybody; give that to a thread, in an ``async def``. It must not call itself, alone or by way of another
+    batched function, for its batch would wait for itself: that raises, and ``f.unbatched(...)`` is what it may call.
+
+    Callers give any number of rows and get their own, as plain torch
     tensors without gradients. Arguments that are no tensors are the same throughout a batch, and so are dtypes, the
     shapes of rows, default mesh, grad mode, autocast and whatever else dtorch keeps per task: calls that differ in
     these go to different batches.
@@ -230,7 +238,10 @@ def batched(
     call.
 
     An error reaches the callers of its batch, an exception of their own each. A caller that is cancelled before its
-    batch is sent is not in it; later, it harms nobody.
+    batch is sent is not in it; later, it harms nobody. A batch whose callers have all gone is cancelled; let the
+    function end then, for no more than two are under way.
+
+    Arguments and results are copies: the function may write to what it is given and return what it keeps.
 
     Args:
         max_size: rows in a batch. Batches have 1, 2, 4, … or `max_size` rows, so that a plan for each is nothing;
@@ -250,14 +261,19 @@ def batched(
     Raises:
         TypeError, ValueError: an argument is none of these.
     """
+    if callable(max_size):
+        name = getattr(max_size, "__name__", "f")
+        raise TypeError(f"@batched above {name} takes its options in parentheses, even none.\n  Write:  @batched()")
     for option, value in (("max_size", max_size), ("max_queue", max_queue)):
         if type(value) is not int or value < 1:
             raise ValueError(f"batched({option}={value!r}): expected a whole number of at least 1")
-    if not max_delay >= 0:
+    if not isinstance(cast("Any", max_delay), (int, float)) or not max_delay >= 0:
         raise ValueError(f"batched(max_delay={max_delay!r}): expected seconds, at least 0")
     if pad is None and (unpad is not None or pad_lengths is not None):
         raise ValueError("batched(): unpad= and pad_lengths= say what becomes of padding; give pad= as well")
     padding_of(pad)
+    if pad_lengths is not None:
+        check_lengths(pad_lengths)
 
     def decorate(function: Callable[P, Any]) -> Batched[P]:
         return Batched(_Batching(function, max_size, max_delay, pad, max_queue, unpad, pad_lengths))

@@ -19,7 +19,18 @@ from torch.utils import _pytree as pytree
 
 from .._tensor import Tensor
 
-__all__ = ["Pack", "Padding", "join", "next_size", "pack", "padding_of", "split"]
+__all__ = [
+    "Pack",
+    "Padding",
+    "check_lengths",
+    "default_lengths",
+    "join",
+    "next_size",
+    "pack",
+    "padding_of",
+    "rejoin",
+    "split",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +95,33 @@ def padding_of(pad: Any) -> Padding | dict[str, Padding] | None:
 def _padding(pad: Any) -> Padding:
     value, dims = pad if isinstance(pad, tuple) and len(pad) == 2 else (pad, 1)
     dims = (dims,) if isinstance(dims, int) else dims
-    if not isinstance(value, (int, float)) or not all(isinstance(d, int) for d in dims):
+    if (
+        not isinstance(value, (int, float))
+        or not isinstance(dims, (tuple, list))
+        or not all(isinstance(d, int) for d in dims)
+    ):
         raise TypeError(f"pad={pad!r}: write a number, (number, dims), or a dict of those by argument name")
     if any(d < 1 for d in dims):
         raise ValueError(f"pad={pad!r}: dims are counted from 1, for dim 0 holds the rows")
     return Padding(value, tuple(dims))
+
+
+def check_lengths(lengths: Any) -> None:
+    """Check `pad_lengths=` as the user wrote it.
+
+    Raises:
+        TypeError, ValueError: it is no list of lengths.
+    """
+    wanted = "write a list of lengths, as in [128, 256, 512]"
+    if isinstance(lengths, (str, bytes)) or not isinstance(lengths, Sequence):
+        raise TypeError(f"pad_lengths={lengths!r}: {wanted}")
+    if not lengths:
+        raise ValueError(f"pad_lengths={lengths!r} leaves no length to pad to; {wanted}")
+    for n in lengths:
+        if type(n) is not int:
+            raise TypeError(f"pad_lengths={lengths!r}: {n!r} is no whole number; {wanted}")
+        if n < 1:
+            raise ValueError(f"pad_lengths={lengths!r}: {n!r} is less than 1; {wanted}")
 
 
 def next_size(n: int, sizes: Sequence[int]) -> int:

@@ -921,6 +921,15 @@ def test_what_cannot_be_a_batch_is_refused(call: Any, error: type[Exception], me
         ({"pad": (0, 0)}, "dim 0 holds the rows"),
         ({"unpad": 1}, "give pad= as well"),
         ({"pad": "x"}, "write a number"),
+        ({"pad": (0, None)}, "write a number"),
+        ({"max_delay": "x"}, "max_delay='x'.*: expected seconds, at least 0"),
+        ({"max_delay": None}, "max_delay=None.*: expected seconds, at least 0"),
+        ({"max_delay": float("nan")}, "max_delay=nan.*: expected seconds, at least 0"),
+        ({"pad": 0, "pad_lengths": 5}, "pad_lengths=5: write a list of lengths"),
+        ({"pad": 0, "pad_lengths": "12"}, "pad_lengths='12': write a list of lengths"),
+        ({"pad": 0, "pad_lengths": []}, r"pad_lengths=\[\] leaves no length to pad to"),
+        ({"pad": 0, "pad_lengths": ["a"]}, "'a' is no whole number"),
+        ({"pad": 0, "pad_lengths": [8, 0]}, "0 is less than 1"),
     ],
 )
 def test_options_are_checked_where_they_are_given(options: dict[str, Any], message: str) -> None:
@@ -928,6 +937,29 @@ def test_options_are_checked_where_they_are_given(options: dict[str, Any], messa
         batched(**options)
     with pytest.raises(TypeError, match=r"@batched\(max_size=32\)"):
         batched()(3)  # type: ignore[arg-type]
+
+
+def test_forgotten_parentheses_and_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match=r"@batched above f .*\n  Write:  @batched\(\)"):
+
+        @batched  # type: ignore[arg-type]
+        async def f(x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    @batched(pad=0, pad_lengths=range(8, 33, 8))
+    async def g(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    async def main() -> None:
+        with pytest.raises(TypeError, match=r"^g\(\) got an unexpected keyword argument 'zz'$"):
+            await g(row(1), zz=2)
+        with pytest.raises(TypeError, match=r"^g\(\) missing a required argument: 'x'$"):
+            await g()
+        with pytest.raises(TypeError, match=r"^Model.scale\(\) got an unexpected keyword argument 'ofset'$"):
+            await Model(2).scale(row(1), ofset=1)
+        assert (await g(torch.ones(1, 20))).shape == (1, 24) and counted(g)
+
+    anyio.run(main)
 
 
 # -- the end --------------------------------------------------------------------------------------------------------
