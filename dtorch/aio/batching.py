@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 from .._tensor import Tensor
 from ..future import TensorFuture
 from ..runtime import modes
-from .queueing import BatchMetrics, Call, Queue
+from .queueing import Queue
+from .requests import BatchMetrics, Call
 from .rows import Pack, check_lengths, default_lengths, join, next_size, pack, padding_of, rejoin, split
 
 __all__ = ["BatchMetrics", "Batched", "batched", "close_queues"]

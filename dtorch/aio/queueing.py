@@ -13,14 +13,10 @@ cancelled, so that the next one has its place.
 from __future__ import annotations
 
 import contextvars
-import copy
 import itertools
 import logging
 import math
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 import anyio
@@ -28,11 +24,11 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from ..errors import OverloadedError, PoolError
-from ..runtime.modes import Modes
+from .requests import Batch, BatchMetrics, Call, Group, Request, twin
 from .rows import Pack
 from .tasks import spawn
 
-__all__ = ["BatchMetrics", "Call", "Queue", "Request"]
+__all__ = ["Queue"]
 
 _log = logging.getLogger("dtorch")
 
@@ -66,55 +62,6 @@ class _Run:
         return hash(self.queue)
 
 
-@dataclass(eq=False)
-class BatchMetrics:
-    """What became of the calls of one batched function, over all event loops.
-
-    ``requests == refused + completed + failed + cancelled + pending``, at any time.
-
-    Attributes:
-        requests: calls made, refused ones included. A call of more than `max_size` rows counts once.
-        refused: those that found the queue full.
-        completed, failed: those that got their rows, or an error.
-        cancelled: those whose caller was cancelled while they waited.
-        pending: those that have no answer yet.
-        queue_depth: how many requests wait to be sent; a call of more than `max_size` rows is several.
-        batches: calls of the function.
-        rows: rows in those.
-        padding_rows: rows that were added to reach a size from a short list; not in `rows`.
-    """
-
-    requests: int = 0
-    refused: int = 0
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    pending: int = 0
-    queue_depth: int = 0
-    batches: int = 0
-    rows: int = 0
-    padding_rows: int = 0
-
-    def __post_init__(self) -> None:
-        # No field of the dataclass: asdict() is the counters.
-        self._lock = threading.Lock()
-
-    def add(self, **amounts: int) -> None:
-        """Add to counters by name; from any thread."""
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """How a caller's batch is to be run: the function, with the instance it is a method of, and what held there."""
-
-    function: Callable[..., Any]
-    context: contextvars.Context
-    modes: Modes
-
-
 class Limits(Protocol):
     """What a queue is told of the function it serves."""
 
@@ -126,83 +73,6 @@ class Limits(Protocol):
     def answer(self, call: Call, packs: Sequence[Pack], metrics: BatchMetrics) -> Awaitable[list[Any]]:
         """The result of each of `packs`."""
         ...
-
-
-class Request:
-    """Rows that wait for their batch.
-
-    Invariant: `done` is set exactly when `result` or `error` is.
-    """
-
-    __slots__ = ("batch", "call", "done", "error", "group", "pack", "result", "since", "traceback")
-
-    def __init__(self, pack: Pack, call: Call, since: float) -> None:
-        self.pack, self.call, self.since = pack, call, since
-        self.done = anyio.Event()
-        self.group: Group | None = None  # while it waits to be sent
-        self.batch: Batch | None = None  # from then on
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.traceback: TracebackType | None = None
-
-    def answer(self, result: Any) -> None:
-        """Give its caller the rows."""
-        if not self.done.is_set():
-            self.result = result
-            self.done.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Give its caller `error`, which is then this caller's alone."""
-        if not self.done.is_set():
-            self.error, self.traceback = error, error.__traceback__
-            self.done.set()
-
-    def outcome(self) -> Any:
-        """The rows, or raises what their batch raised."""
-        if self.error is None:
-            return self.result
-        try:
-            raise self.error.with_traceback(self.traceback)
-        finally:
-            # The traceback refers to this frame, and so to the error again.
-            self.error = self.traceback = None
-
-
-class Group:
-    """Requests that may share a batch, oldest first."""
-
-    __slots__ = ("requests", "rows")
-
-    def __init__(self) -> None:
-        self.requests: dict[Request, None] = {}
-        self.rows = 0
-
-    @property
-    def since(self) -> float:
-        """When its oldest request came."""
-        return next(iter(self.requests)).since
-
-
-class Batch:
-    """Requests that were sent together, oldest first.
-
-    Attributes:
-        wanted: how many of them somebody waits for.
-        scope: what the function runs in.
-        begun: it runs, or has run.
-        ended: set when it has.
-    """
-
-    __slots__ = ("begun", "ended", "requests", "scope", "wanted")
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        self.wanted = len(requests)
-        self.scope = anyio.CancelScope()
-        self.begun = False
-        self.ended = anyio.Event()
-        for request in requests:
-            request.batch = self
 
 
 class Queue:
@@ -387,7 +257,7 @@ class Queue:
                     request.answer(result)
         except Exception as error:
             for request in requests[1:]:
-                request.fail(_twin(error))
+                request.fail(twin(error))
             requests[0].fail(error)
         except anyio.get_cancelled_exc_class():
             # Of this batch alone, by the function itself, or of all. Either way this task ends here.
@@ -445,18 +315,3 @@ class Queue:
 
 def _since(group: Group) -> float:
     return group.since
-
-
-def _twin(error: Exception) -> Exception:
-    """`error` again, for another caller: a traceback grows where it is raised, and notes where it is caught."""
-    try:
-        twin = copy.copy(error)
-        if twin is error or type(twin) is not type(error) or str(twin) != str(error):
-            return error
-    except Exception:  # its constructor wants what it does not keep
-        return error
-    if notes := getattr(error, "__notes__", None):
-        twin.__notes__ = list(notes)
-    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-    twin.__suppress_context__ = error.__suppress_context__
-    return twin.with_traceback(error.__traceback__)
