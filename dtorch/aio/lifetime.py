@@ -43,6 +43,39 @@ _lock = threading.Lock()
 _sessions = 0
 
 
+class _Holding:
+    """Values that hold in the whole process while sessions are open, which may end in any order.
+
+    The value put up last holds; when none is left, the one there was before the first is back.
+    """
+
+    def __init__(self) -> None:
+        # Of each attribute: what it was before, then what the open sessions have put up, each in a cell of its own.
+        self._values: dict[tuple[Any, str], list[list[Any]]] = {}
+
+    def put(self, owner: Any, name: str, value: Any) -> Callable[[], None]:
+        """Set the attribute `name` of `owner`; what takes that back."""
+        cell = [value]
+        with _lock:
+            self._values.setdefault((owner, name), [[getattr(owner, name)]]).append(cell)
+            setattr(owner, name, value)
+
+        def take_back() -> None:
+            with _lock:
+                cells = self._values[owner, name]
+                last = cells[-1] is cell
+                cells[:] = [c for c in cells if c is not cell]
+                if last:
+                    setattr(owner, name, cells[-1][0])
+                if len(cells) == 1:
+                    del self._values[owner, name]
+
+        return take_back
+
+
+_holding = _Holding()
+
+
 def _forked() -> None:
     """In a forked child no session is open: those of the parent have the parent's pool."""
     global _lock, _sessions
@@ -117,12 +150,10 @@ class Session:
         enter = self._undo.callback
         if self._everywhere:
             default = graph.Graph.default_graph()
-            enter(setattr, default, "_mesh", default._mesh)
-            default._mesh = self.mesh
+            enter(_holding.put(default, "_mesh", self.mesh))
             for ambient, value in ((waiting.in_flight, self._in_flight), (blocking.strict, self._strict or None)):
                 if value is not None:
-                    enter(setattr, ambient, "default", ambient.default)
-                    ambient.default = value  # type: ignore[assignment]
+                    enter(_holding.put(ambient, "default", value))
             return
         if self._given is not None:
             enter(graph.reset_device_mesh, graph.set_device_mesh(self._given))
@@ -174,7 +205,7 @@ def open(
     These three hold in the task that enters it and in all that are started inside; other tasks never see them.
 
     Raises:
-        ConfigError: `in_flight` is less than 1.
+        ConfigError: `in_flight` is less than 1, or `strict` is no bool.
     """
     return _session(mesh, in_flight, strict, everywhere=False)
 
@@ -187,7 +218,8 @@ def lifespan(
         app = FastAPI(lifespan=dtorch.aio.lifespan(mesh=mesh))
 
     Requests are no children of the task that runs a lifespan, so `mesh`, `in_flight` and `strict` hold in the whole
-    process meanwhile, wherever nothing else was set.
+    process meanwhile, wherever nothing else was set. Lifespans may overlap and end in any order: of those open, the
+    one that was entered last counts.
     """
 
     @contextlib.asynccontextmanager
@@ -201,7 +233,13 @@ def lifespan(
 def _session(mesh: DeviceMesh | str | None, in_flight: int | None, strict: bool, everywhere: bool) -> Session:
     if in_flight is not None and (type(in_flight) is not int or in_flight < 1):
         raise ConfigError(f"in_flight={in_flight!r}: expected a whole number of at least 1")
+    _check_bool("strict", strict)
     return Session(None if mesh is None else as_mesh(mesh), in_flight, strict, everywhere)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise ConfigError(f"{name}={value!r}: expected True or False")
 
 
 class strict:  # a function to its callers, who may leave out the `with`
@@ -212,9 +250,13 @@ class strict:  # a function to its callers, who may leave out the `with`
 
     Args:
         enabled: ``False`` allows such calls again; they warn, once per place.
+
+    Raises:
+        ConfigError: `enabled` is no bool.
     """
 
     def __init__(self, enabled: bool = True) -> None:
+        _check_bool("enabled", enabled)
         self._token: Token[bool] = blocking.strict.set(enabled)
 
     def __enter__(self) -> strict:

@@ -302,3 +302,49 @@ def test_a_lifespan_holds_in_requests_too_which_are_no_children_of_it() -> None:
     assert waiting.in_flight.get() is None and not strict.get()
     assert dtorch.get_default_device_mesh() == dtorch.DeviceMesh("cpu")
     nothing_is_left()
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_lifespans_overlap_and_end_in_any_order(first_out: int) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    before = dtorch.get_default_device_mesh()
+
+    def holds() -> tuple[bool, int | None, bool]:
+        return dtorch.get_default_device_mesh() == mesh, waiting.in_flight.get(), strict.get()
+
+    async def main() -> None:
+        lives = [
+            aio.lifespan(mesh=mesh, in_flight=64, strict=True)(None),
+            aio.lifespan(mesh=mesh, in_flight=32, strict=True)(None),
+        ]
+        for life in lives:
+            await life.__aenter__()
+        assert holds() == (True, 32, True)
+        await lives.pop(first_out).__aexit__(None, None, None)
+        assert holds() == (True, (32, 64)[first_out], True)
+        async with aio.lifespan(in_flight=16)(None):
+            assert holds() == (True, 16, True)
+        assert holds() == (True, (32, 64)[first_out], True)
+        await lives.pop().__aexit__(None, None, None)
+        assert holds() == (False, None, False) and dtorch.get_default_device_mesh() == before
+
+    asyncio.run(main())
+    nothing_is_left()
+
+
+def test_options_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(dtorch.ConfigError, match="strict='no': expected True or False"):
+        aio.open(strict="no")  # type: ignore[arg-type]
+    with pytest.raises(dtorch.ConfigError, match="enabled='no'"):
+        aio.strict("no")  # type: ignore[arg-type]
+    for wrong in (0, 1.5, True):
+        with pytest.raises(dtorch.ConfigError, match="in_flight="):
+            aio.open(in_flight=wrong)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        with pytest.raises(dtorch.ConfigError, match="strict=1"):
+            async with aio.lifespan(strict=1)(None):  # type: ignore[arg-type]
+                raise AssertionError
+
+    asyncio.run(main())
+    assert not strict.get()
