@@ -131,6 +131,7 @@ def application(embedder: Embedder, health: Health, warm: int, **batching: Any) 
     async def post_embed(body: Texts, request: Request) -> Response:
         nonlocal texts_embedded
         with requests.count():
+            health.check()
             vectors = await unless_disconnected(request, embeddings(body.texts))
             texts_embedded += len(vectors)
         # A batch answers many at once. They write their answers one by one, and the loop serves others in between.

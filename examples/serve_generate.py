@@ -358,6 +358,7 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, health: Health, slots: int,
                 422, f"{len(prompt)} bytes of prompt and {body.max_tokens} tokens are more than {engine.context}"
             )
         try:
+            health.check()
             sequence = engine.submit(prompt, body.max_tokens, body.temperature, body.seed)
         except (dtorch.errors.OverloadedError, dtorch.errors.PoolError):
             with requests.count():

@@ -68,7 +68,7 @@ class Health:
     def fail(self, error: BaseException) -> None:
         """The server cannot go on; the first reason is kept."""
         if self.reason is None:
-            self.reason = f"{type(error).__name__}: {error}"
+            self.reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             log.critical("cannot go on, exiting with status 1 for a supervisor to restart: %s", self.reason)
             self._failed.set()
 
@@ -86,11 +86,19 @@ class Health:
         while True:
             try:
                 await dtorch.zeros(self.mesh.size(), device_mesh=self.mesh, placements=[Shard(0)] * self.mesh.ndim)
-            except Exception as error:
+            except dtorch.errors.PoolError as error:
                 self.fail(error)
                 return
-            self._answered = time.monotonic()
+            except Exception as error:  # too much is in flight, say: it may pass, and counts as silence until then
+                log.warning("the executors gave no answer: %s", error)
+            else:
+                self._answered = time.monotonic()
             await anyio.sleep(1)
+
+    def check(self) -> None:
+        """Raise a PoolError if the server cannot go on."""
+        if self.reason is not None:
+            raise dtorch.errors.PoolError(f"the server is about to end: {self.reason}")
 
     def answer(self) -> JSONResponse:
         """200, or 503 with the reason."""
