@@ -51,6 +51,10 @@ def as_completed(*things: Any) -> AsyncIterator[tuple[int, Any]]:
 
     Args:
         things: dtorch tensors and their futures, or one iterable of these. A coroutine is no such thing: start tasks.
+
+    Raises:
+        TypeError: one of `things` is something else.
+        RuntimeError: two tasks wait for one iterator at once; from the turn of the second.
     """
     if len(things) == 1 and not isinstance(things[0], (Tensor, TensorFuture)) and isinstance(things[0], Iterable):
         things = tuple(things[0])
@@ -145,16 +149,26 @@ class _AsCompleted:
     def __init__(self, futures: list[TensorFuture[Any]]) -> None:
         self._left = dict(enumerate(futures))
         self._ready: list[int] = []
+        self._asked = False  # whether a task is in __anext__
 
     def __aiter__(self) -> _AsCompleted:
         return self
 
     async def __anext__(self) -> tuple[int, Any]:
+        if self._asked:
+            raise RuntimeError(
+                "this as_completed() is waited for by another task already; one iterator serves one task.\n"
+                "  Write:  async for i, value in dtorch.aio.as_completed(*futures): …  in each task"
+            )
         if not self._ready:
             if not self._left:
                 raise StopAsyncIteration
             first = next(iter(self._left.values()))
-            await TensorFuture(self._look, lambda: None, first._waiting)
+            self._asked = True
+            try:
+                await TensorFuture(self._look, lambda: None, first._waiting)
+            finally:
+                self._asked = False
         i = self._ready.pop(0)
         return i, self._left.pop(i).get(0)
 

@@ -106,6 +106,34 @@ def test_as_completed(mesh: dtorch.DeviceMesh, loop: str) -> None:
     on(loop, main)
 
 
+@LOOPS
+def test_an_iterator_of_as_completed_serves_one_task(mesh: dtorch.DeviceMesh, loop: str) -> None:
+    async def main() -> None:
+        found = aio.as_completed(slow(mesh, 0.1).to_torch_async(), slow(mesh, 0.6))
+        turns: list[Any] = []
+
+        async def turn() -> None:
+            try:
+                turns.append((await anext(found))[0])
+            except RuntimeError as error:
+                turns.append(str(error))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(turn)
+            group.start_soon(turn)
+        assert sorted(map(type, turns), key=str) == [int, str]
+        assert any("one iterator serves one task" in str(t) for t in turns)
+        # It goes on, in this task, and after a turn that was cancelled.
+        with anyio.move_on_after(0):
+            await anext(found)
+        await turn()
+        assert sorted(t for t in turns if isinstance(t, int)) == [0, 1]
+        with pytest.raises(StopAsyncIteration):
+            await anext(found)
+
+    on(loop, main)
+
+
 # -- what depends on data ----------------------------------------------------------------------------------------------
 
 Pair = tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]
