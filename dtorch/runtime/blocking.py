@@ -11,6 +11,8 @@ import sys
 import warnings
 from types import CodeType, FrameType
 
+import torch
+
 from ..errors import BlockingCallError, BlockingCallWarning
 from .ambient import Ambient
 from .failures import site_of, user_frame
@@ -45,7 +47,6 @@ _INSTEAD = {
     "wait_for": "with anyio.move_on_after(seconds): await future",
     "exception": "await future",
     "sync": "await Graph.sync_async()",
-    "linalg_check": "torch.linalg.inv_ex(t), or another …_ex, and await its info",
 }
 # Operators whose result's shape, or whose result, is known with the values of its inputs only -> what to write instead.
 _OPERATORS = {
@@ -106,12 +107,17 @@ def _called(user: FrameType) -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(1)
     known = name = ""
     operator: tuple[str, str] | None = None
+    decomposition: tuple[str, str] | None = None
     while frame is not None and frame is not user:
         name = frame.f_code.co_name
         known = name if name in _INSTEAD else known
         if name in _RUNNERS:
             operator = _operator(str(frame.f_locals["func"]._schema.name.partition("::")[2]))
+        if name == "linalg_check":
+            decomposition = _decomposition(str(frame.f_locals["args"][1]))
         frame = frame.f_back
+    if decomposition is not None:
+        return decomposition
     if operator is not None and known in ("", "get"):
         return operator
     return f"{known or name}()", _INSTEAD.get(known or name, "await t")
@@ -123,6 +129,15 @@ def _operator(stem: str) -> tuple[str, str]:
     form = f"await dtorch.aio.{stem}(t, …)" if stem in _AWAITABLE else f"await dtorch.aio.call(torch.{stem}, t, …)"
     name, instead = _OPERATORS.get(stem, (stem, form))
     return (name if "[" in name else f"{name}()"), instead
+
+
+def _decomposition(checked: str) -> tuple[str, str]:
+    """The call of torch.linalg that has the operator `checked` ("linalg.inv") look for an error, and what to write."""
+    name = checked.rpartition(".")[2].removesuffix("_ex")
+    if hasattr(torch.linalg, f"{name}_ex"):
+        return f"linalg.{name}()", f"torch.linalg.{name}_ex(…), and await its info"
+    form = f"torch.linalg.{name}" if hasattr(torch.linalg, name) else f"torch.{name}"
+    return f"{name}()", f"await dtorch.aio.call({form}, …)"
 
 
 def _in_notebook() -> bool:

@@ -312,6 +312,26 @@ def test_strict_mode_refuses(mesh: dtorch.DeviceMesh) -> None:
     assert slow(mesh, 0.01).redistribute(placements=[Replicate()]).tolist() == [1.0] * 4
 
 
+def test_what_a_decomposition_checks_is_awaited_in_its_own_form(mesh: dtorch.DeviceMesh) -> None:
+    def matrix() -> dtorch.Tensor:
+        t = dtorch.distribute_tensor(torch.eye(4) * 4, mesh, [Replicate()])
+        return t + slow(mesh, 0.05).redistribute(placements=[Replicate()]).sum() * 0
+
+    async def main() -> None:
+        aio.strict()
+        names = ("cholesky", "inv", "solve", "lu_factor", "ldl_factor")
+        for name in names:
+            a = matrix()
+            with pytest.raises(
+                dtorch.BlockingCallError, match=rf"^linalg\.{name}\(\) waits.*\n.*torch\.linalg\.{name}_ex\("
+            ):
+                getattr(torch.linalg, name)(*[a] * (2 if name == "solve" else 1))
+        found, info = torch.linalg.cholesky_ex(matrix())
+        assert (await info).item() == 0 and (await found).equal(torch.eye(4) * 2)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("tool", ["wait", "as_completed"])
 def test_tools_of_threads_in_a_loop_are_blocking_calls(mesh: dtorch.DeviceMesh, tool: str) -> None:
     def use(*futures: Any) -> list[Any]:
