@@ -255,7 +255,7 @@ def test_a_blocking_call_in_a_loop_warns_once_per_call_site(mesh: dtorch.DeviceM
     async def main() -> None:
         for instead, call in calls.items():
             for told in (1, 0):
-                t = slow(mesh, 0.01)
+                t = slow(mesh, 0.1)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     call(t)
