@@ -125,3 +125,11 @@ def test_the_names_are_where_torch_has_them(capsys: pytest.CaptureFixture[str]) 
     assert debug.CommDebugMode is dtorch.CommDebugMode is CommDebugMode
     dtorch.visualize_sharding(dtorch.zeros(2, 2, device_mesh=MESH, placements=[S(0)]))
     assert "row 1" in capsys.readouterr().out
+
+
+def test_no_hook_is_left_on_modules() -> None:
+    """torch.compile warns where there are any."""
+    before = torch.nn.modules.module._has_any_global_hook()
+    with CommDebugMode(), CommDebugMode():
+        assert torch.nn.modules.module._has_any_global_hook()
+    assert torch.nn.modules.module._has_any_global_hook() == before

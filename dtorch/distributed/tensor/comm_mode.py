@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextvars import ContextVar, Token
 from typing import Any
@@ -70,7 +71,7 @@ class CommDebugMode:
         self._token: Token[tuple[CommDebugMode, ...]] | None = None
 
     def __enter__(self) -> CommDebugMode:
-        _listen()
+        _listening.begin()
         self.bytes_moved = self.commands = 0
         self._counts, self.module_counts = CommCounts(), {}
         self._token = _active.set((*_active.get(), self))
@@ -79,6 +80,7 @@ class CommDebugMode:
     def __exit__(self, *args: object) -> None:
         assert self._token is not None
         _active.reset(self._token)
+        _listening.end()
         for hook in self._hooks.values():
             hook.remove()
         self._stack.clear()
@@ -179,8 +181,27 @@ def _entered(module: torch.nn.Module, args: Any) -> None:
         mode._enter_module(module)  # pyright: ignore[reportPrivateUsage]
 
 
-def _listen() -> None:
-    """From the first use of a mode on; before it, nothing is paid."""
-    if _observe not in moves.observers:
-        moves.observers.append(_observe)
-        register_module_forward_pre_hook(_entered)
+class _Listening:
+    """Whether any thread is in a mode: only then is anything paid, and a hook on all modules there for others to see."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._modes = 0
+        self._hook: Any = None
+
+    def begin(self) -> None:
+        with self._lock:
+            self._modes += 1
+            if self._modes == 1:
+                moves.observers.append(_observe)
+                self._hook = register_module_forward_pre_hook(_entered)
+
+    def end(self) -> None:
+        with self._lock:
+            self._modes -= 1
+            if not self._modes:
+                moves.observers.remove(_observe)
+                self._hook.remove()
+
+
+_listening = _Listening()
