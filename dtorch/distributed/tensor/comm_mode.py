@@ -182,7 +182,7 @@ def _entered(module: torch.nn.Module, args: Any) -> None:
 
 
 class _Listening:
-    """Whether any thread is in a mode: only then is anything paid, and a hook on all modules there for others to see."""
+    """Whether any thread is in a mode: only then is anything paid, and is there a hook on all modules."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
