@@ -19,6 +19,7 @@ from .mesh import DeviceMesh
 from .placement import Placement, Replicate, Shard
 from .runtime.moves import lift_constant
 from .runtime.plans import may_move
+from .standins import stand_in
 
 __all__ = ["install"]
 
@@ -124,15 +125,5 @@ def install() -> None:
         ((torch, torch._VF), "gru", _by_batches),
         *sequences.ADAPTED,
     ):
-        original = getattr(places[0], name)
-        if hasattr(original, "_dtorch_original"):
-            continue
-        adapted = around(original)
-        adapted._dtorch_original = original  # type: ignore[attr-defined]
-        builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
-        if builtin is not None:
-            # TorchScript knows torch's functions by identity.
-            torch.jit._builtins._register_builtin(adapted, builtin)  # type: ignore[attr-defined]
-        for place in places:
-            setattr(place, name, adapted)
+        stand_in(places, name, around)
     sequences.adapt_module()

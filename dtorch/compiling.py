@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from ._tensor import Tensor
+from .standins import stand_in
 
 __all__ = ["install"]
 
@@ -67,7 +68,6 @@ def _taught(original: Callable[..., Any]) -> Callable[..., Any]:
             return _unless_ours(owner, model, made)
         return made
 
-    compile._dtorch_original = original  # type: ignore[attr-defined]
     return compile
 
 
@@ -87,7 +87,6 @@ def _unless_ours(owner: torch.nn.Module, plain: Callable[..., Any], compiled: Ca
 
 def install() -> None:
     """Put it into torch's namespace."""
-    if not hasattr(torch.compile, "_dtorch_original"):
-        torch.compile = _taught(torch.compile)  # type: ignore[assignment]
+    stand_in((torch,), "compile", _taught)
     if "torch._dynamo" in sys.modules:
         _teach()

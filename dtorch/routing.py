@@ -19,6 +19,7 @@ from .placement import Shard
 from .runtime.client import current_client
 from .runtime.moves import lift
 from .spec import TensorSpec
+from .standins import stand_in
 
 __all__ = ["install"]
 
@@ -40,16 +41,7 @@ def _route(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[.
             kwargs.pop("device")
         return ours(*args, **kwargs)
 
-    routed._dtorch_original = original  # type: ignore[attr-defined]
-    _known_to_script(routed, original)
     return routed
-
-
-def _known_to_script(ours: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """TorchScript (forward-mode AD compiles with it) knows torch's functions by identity."""
-    builtin = torch.jit._builtins._find_builtin(original)  # type: ignore[attr-defined]
-    if builtin is not None:
-        torch.jit._builtins._register_builtin(ours, builtin)  # type: ignore[attr-defined]
 
 
 def install(factories: Mapping[str, Callable[..., Any]]) -> None:
@@ -57,27 +49,17 @@ def install(factories: Mapping[str, Callable[..., Any]]) -> None:
     # torch lists what ``with torch.device(…)`` concerns when that is first used: the originals, not these.
     _device_constructors()
     for name, ours in factories.items():
-        original = getattr(torch, name)
-        if not hasattr(original, "_dtorch_original"):
-            setattr(torch, name, _route(original, ours))
-    for place, name, around in (
-        (torch, "to_dlpack", _with_memory),
-        (torch_dlpack, "to_dlpack", _with_memory),
-        (torch, "vander", _on_its_mesh),
-        (torch.nn.functional, "linear", _unflattened),
-        (torch.linalg, "matrix_rank", _lifted),
-        (torch.linalg, "matrix_norm", _lifted),
-        (torch.linalg, "norm", _lifted),
-        (torch.linalg, "cond", _lifted),
-        (torch_utils, "_rebuild_tensor", _without_mesh),
+        stand_in((torch,), name, functools.partial(_route, ours=ours))
+    for places, name, around in (
+        ((torch, torch_dlpack), "to_dlpack", _with_memory),
+        ((torch,), "vander", _on_its_mesh),
+        ((torch,), "tensor_split", _reading_indices),
+        ((torch, torch.random), "manual_seed", _seeding),
+        ((torch.nn.functional,), "linear", _unflattened),
+        *[((torch.linalg,), name, _lifted) for name in ("matrix_rank", "matrix_norm", "norm", "cond")],
+        ((torch_utils,), "_rebuild_tensor", _without_mesh),
     ):
-        original = getattr(place, name)
-        if not hasattr(original, "_dtorch_original"):
-            setattr(place, name, around(original))
-    if not hasattr(torch.tensor_split, "_dtorch_original"):
-        torch.tensor_split = _reading_indices(torch.tensor_split)
-    if not hasattr(torch.manual_seed, "_dtorch_original"):
-        torch.manual_seed = torch.random.manual_seed = _seeding(torch.manual_seed)
+        stand_in(places, name, around)
 
 
 def _reading_indices(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +69,6 @@ def _reading_indices(original: Callable[..., Any]) -> Callable[..., Any]:
     def tensor_split(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return input.tensor_split(*args, **kwargs) if isinstance(input, Tensor) else original(input, *args, **kwargs)
 
-    tensor_split._dtorch_original = original  # type: ignore[attr-defined]
     return tensor_split
 
 
@@ -102,7 +83,6 @@ def _seeding(original: Callable[[Any], torch.Generator]) -> Callable[[Any], torc
             found.draws.seed(torch.initial_seed())
         return generator
 
-    manual_seed._dtorch_original = original  # type: ignore[attr-defined]
     return manual_seed
 
 
@@ -121,7 +101,6 @@ def _on_its_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
         powers = torch.linalg.vander(x, N=columns)
         return powers if increasing else powers.flip(1)
 
-    vander._dtorch_original = original  # type: ignore[attr-defined]
     return vander
 
 
@@ -139,8 +118,6 @@ def _unflattened(original: Callable[..., Any]) -> Callable[..., Any]:
             return out if bias is None else out + bias
         return original(input, weight, bias)
 
-    linear._dtorch_original = original  # type: ignore[attr-defined]
-    _known_to_script(linear, original)
     return linear
 
 
@@ -167,7 +144,6 @@ def _lifted(original: Callable[..., Any]) -> Callable[..., Any]:
                 return lift(result, found.device_mesh)
         return result
 
-    lifted._dtorch_original = original  # type: ignore[attr-defined]
     return lifted
 
 
@@ -182,7 +158,6 @@ def _without_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             graph._mesh.reset(token)
 
-    unrouted._dtorch_original = original  # type: ignore[attr-defined]
     return unrouted
 
 
@@ -193,5 +168,4 @@ def _with_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(tensor: torch.Tensor) -> Any:
         return tensor.__dlpack__() if isinstance(tensor, Tensor) else original(tensor)
 
-    checked._dtorch_original = original  # type: ignore[attr-defined]
     return checked

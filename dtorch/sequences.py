@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ._tensor import Tensor
 from .runtime.moves import lift_constant
+from .standins import stand_in
 
 __all__ = ["ADAPTED", "adapt_module"]
 
@@ -189,11 +190,7 @@ def adapt_module() -> None:
         (PackedSequence, "cuda", _moving),
     )
     for place, name, around in places:
-        original = getattr(place, name)
-        if hasattr(original, "_dtorch_original"):
-            continue
-        adapted = around(original)
-        adapted._dtorch_original = original  # type: ignore[attr-defined]
-        # TorchScript and Dynamo read the source of a function: that of torch's.
-        adapted.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": original})
-        setattr(place, name, adapted)
+        adapted = stand_in((place,), name, around)
+        if adapted is not None:
+            # TorchScript and Dynamo read the source of a function: that of torch's.
+            adapted.__dict__.update({"__script_if_tracing_wrapper": True, "__original_fn": adapted._dtorch_original})
