@@ -15,7 +15,7 @@ A view of a copy is a copy too, whose parent is the first. The parent at the end
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -42,10 +42,11 @@ _copy = torch.ops.aten.copy_.default
 
 
 class _Writes:
-    """How many writes to copies there were that no version tells of, and how many copies there are."""
+    """How many writes to copies there were that no version tells of, and the copies there are, by id: threads add and
+    take away without a lock."""
 
     unseen = 0
-    copies = 0
+    copies: ClassVar[set[int]] = set()
 
 
 class Standing:
@@ -73,11 +74,11 @@ class Standing:
     ) -> None:
         self.parent, self.func, self.args, self.kwargs = parent, func, args, kwargs
         self.at, self.near = at, near
-        _Writes.copies += 1
+        _Writes.copies.add(id(self))
         self.agrees(version)
 
     def __del__(self, _writes: type[_Writes] = _Writes) -> None:
-        _writes.copies -= 1
+        _writes.copies.discard(id(self))
 
     def agrees(self, version: int) -> None:
         """The copy holds now what its base does, which is at `version`."""
@@ -120,7 +121,7 @@ class Standing:
 
 def any_copies() -> bool:
     """Whether there are copies that stand for views, whose versions must be kept."""
-    return _Writes.copies > 0
+    return bool(_Writes.copies)
 
 
 def version_of(base: torch.Tensor) -> int:

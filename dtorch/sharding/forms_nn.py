@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..spec import TensorSpec, contiguous_stride
+from ..spec import TensorSpec
+from .forms import Args, Func, Kwargs, _bind, _packed
 from .infer import Outputs, broadcast, by_meta, closed_form, dense_stride
 from .rule import OutMeta, signature
 
 __all__ = ["batch_norm"]
-
-Func = torch._ops.OpOverload
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
-
-
-def _bind(func: Func, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    sig = signature(func)
-    return {**sig.defaults, **dict(zip(sig.arguments, args, strict=False)), **kwargs}
-
-
-def _packed(shape: Sequence[int], dtype: torch.dtype) -> OutMeta:
-    shape = tuple(shape)
-    return OutMeta(shape, contiguous_stride(shape), dtype)
 
 
 def _alike(x: TensorSpec, *others: Any) -> bool:
