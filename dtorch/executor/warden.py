@@ -13,6 +13,7 @@ killed, the kernel kills the executors (``PR_SET_PDEATHSIG``).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -47,9 +48,10 @@ _OUTPUT_GRACE = 0.5
 def serve(sock: socket.socket, start: dict[str, Any], fds: list[int]) -> None:
     """Import what executors need, tell the client, and serve it until it ends."""
     began = time.monotonic()
-    importlib.import_module("torch")
-    module, _, name = start["entry"].partition(":")
-    entry = getattr(importlib.import_module(module), name)
+    with ended_by_hangup(sock):
+        importlib.import_module("torch")
+        module, _, name = start["entry"].partition(":")
+        entry = getattr(importlib.import_module(module), name)
     for variable, value in start["environ"].items():
         # Was set for the imports alone: what executors start sees the user's own.
         if value is None:
@@ -63,6 +65,31 @@ def serve(sock: socket.socket, start: dict[str, Any], fds: list[int]) -> None:
     warden = Warden(sock, entry, start, fds)
     warden.tell({"event": "hello", "threads": threads, "seconds": time.monotonic() - began})
     warden.run()
+
+
+@contextlib.contextmanager
+def ended_by_hangup(sock: socket.socket) -> Generator[None]:
+    """Inside, this process ends as soon as the other end of `sock` is closed. Imports take a second, and many on a slow
+    disk or a busy machine; nobody looks at the socket meanwhile."""
+    poll = select.poll()
+    poll.register(sock, 0)  # a hang-up is told of whatever was asked for
+
+    def look(*_: object) -> None:
+        if poll.poll(0):
+            os._exit(0)
+
+    before = signal.signal(signal.SIGIO, look)
+    # What is being imported need not know how to go on after a signal.
+    signal.siginterrupt(signal.SIGIO, False)
+    flags = fcntl.fcntl(sock, fcntl.F_GETFL)
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        look()  # it may have gone before anyone would have been told
+        yield
+    finally:
+        fcntl.fcntl(sock, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, before)
 
 
 def assert_one_thread(patience: float = 0.5) -> int:

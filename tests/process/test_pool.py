@@ -508,6 +508,26 @@ def test_ends_of_the_client_leave_nothing(end: str, status: int) -> None:
     assert until(lambda: all(map(gone, pids)), 2)
 
 
+def test_a_client_that_is_killed_while_the_warden_imports_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w')\ntime.sleep(60)\n")
+    process = client(
+        f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        pool = Pool(CONFIG)
+        pool.prestart()
+        print(pool.warden_pid, flush=True)
+        time.sleep(60)
+        """
+    )
+    assert process.stdout
+    warden = int(process.stdout.readline())
+    assert until(lambda: (tmp_path / "begun").exists(), 30)
+    assert not gone(warden)
+    process.kill()
+    process.communicate()
+    assert until(lambda: gone(warden), 2)
+
+
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
