@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from .linger import Linger
+
 if TYPE_CHECKING:
     from .waiting import Waiting
 
@@ -32,6 +34,7 @@ class AsyncioHub:
         self._waiting = waiting
         self._pending: dict[asyncio.Future[None], Ready] = {}
         self._passing = self._announcing = False
+        self._linger = Linger(0)  # counts passes, not time
         self._epoll = waiting.epoll()
         loop.add_reader(self._epoll.fileno(), self._on_readable)
         loop.call_later(RECHECK, self._on_timer)
@@ -46,16 +49,8 @@ class AsyncioHub:
         if not self._pending and not self._passing:
             self._waiting.on_wait()
             # Alone here: a few passes cost less than a sleep and a wake-up. With company they would cost the others.
-            self._passing = True
-            try:
-                for _ in range(_PASSES):
-                    await asyncio.sleep(0)
-                    if ready():
-                        return
-                    if self._pending:
-                        break
-            finally:
-                self._passing = False
+            if self._linger.pays() and await self._pass(ready):
+                return
         else:
             self._announce()
         future = self._add(ready)
@@ -67,6 +62,22 @@ class AsyncioHub:
             raise
         finally:
             self._remove(future)
+
+    async def _pass(self, ready: Ready) -> bool:
+        """Go through the loop some times, as long as nobody else waits here; whether it became ready."""
+        self._passing = True
+        try:
+            for _ in range(_PASSES):
+                await asyncio.sleep(0)
+                if ready():
+                    self._linger.paid(True)
+                    return True
+                if self._pending:
+                    return False
+            self._linger.paid(False)
+            return False
+        finally:
+            self._passing = False
 
     def _announce(self) -> None:
         """Say that someone waits: at once where few do, else when all tasks of this pass have issued their work.

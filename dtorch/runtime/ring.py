@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from ..errors import ExecutorDiedError, PoolError, RunAheadError
 from .command import CONTROL, FIRST_PLAN, FREE, WRAP
 from .config import Config
+from .linger import Linger
 from .reply import ReplyReader, ReplyWriter, reply_memfd
 from .scheduler import Pressure, failure, headroom, pressure, run_ahead, should_wake
 from .shared import (
@@ -59,6 +60,7 @@ __all__ = [
 ]
 
 _YIELDS = 20  # never a pure spin: it would hold the very core the other side needs
+_LINGER = 100  # µs
 _DOZES = 3
 _DOZE_MS = 1
 _RECHECK_MS = 200
@@ -312,6 +314,10 @@ class Reader:
         self._poll = select.poll()
         self._poll.register(wake_fd, select.POLLIN)
         self._fence = threading.Lock()
+        self._linger = Linger(_LINGER)
+
+    def _unread(self) -> bool:
+        return self.control[WRITE] > self.position
 
     def poll(self) -> tuple[int, int] | None:
         """Indexes (start, end) of all unread records, wrap markers among them; ``None`` where there are none."""
@@ -325,7 +331,8 @@ class Reader:
         self.position = control[line + EXECUTOR_READ] = position
 
     def wait(self, timeout: float | None = None) -> tuple[int, int] | None:
-        """As :meth:`poll`, but waits: a few yields, up to three timed naps (dozing), then asleep until woken.
+        """As :meth:`poll`, but waits: a few yields, some more where that has paid lately, up to three timed naps
+        (dozing), then asleep until woken.
 
         Args:
             timeout: seconds after which to return ``None``; ``None`` waits for ever.
@@ -336,6 +343,8 @@ class Reader:
             if control[WRITE] > position:
                 return position, control[WRITE]
             os.sched_yield()
+        if self._linger.look(self._unread):
+            return position, control[WRITE]
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             for _ in range(_DOZES):

@@ -36,11 +36,13 @@ import anyio.lowlevel
 from . import hubs
 from .ambient import Ambient
 from .hubs import Ready
+from .linger import Linger
 from .shared import DEAD, WAITING, SharedState
 
 __all__ = ["Ready", "Waiting", "Watcher", "in_event_loop", "in_flight"]
 
 _YIELDS = 20  # of the core, before a thread sleeps
+_LINGER = 100  # µs that a thread looks on before it sleeps, where that pays
 _THROTTLE = 0.002  # seconds between looks at the run-ahead bound
 
 
@@ -123,13 +125,14 @@ class Waiting:
     def wait_thread(self, ready: Ready, timeout: float | None = None) -> bool:
         """Block the calling thread until ``ready()``, at most `timeout` seconds; what ``ready()`` said last.
 
-        A few yields first, which is all that a short operator takes; then it sleeps. Ctrl-C ends it.
+        A few yields first, which is all that a short operator takes, more where that has paid lately; then it sleeps.
+        Ctrl-C ends it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not ready():
             self.on_block()
             self.on_wait()
-            if not self._spin(ready) and not self._sleep(ready, deadline):
+            if not self._spin(ready, deadline) and not self._sleep(ready, deadline):
                 return False
         while self._throttled() and not in_event_loop() and (deadline is None or time.monotonic() < deadline):
             time.sleep(_THROTTLE)
@@ -214,13 +217,17 @@ class Waiting:
             lost += self._lost.popleft()
         return lost
 
-    @staticmethod
-    def _spin(ready: Ready) -> bool:
+    def _spin(self, ready: Ready, deadline: float | None) -> bool:
         for _ in range(_YIELDS):
             os.sched_yield()
             if ready():
                 return True
-        return False
+        if deadline is not None and deadline - time.monotonic() < _LINGER * 1e-6:
+            return False
+        linger: Linger | None = getattr(self._local, "linger", None)
+        if linger is None:
+            linger = self._local.linger = Linger(_LINGER)
+        return linger.look(ready)
 
     def _sleep(self, ready: Ready, deadline: float | None) -> bool:
         poller: select.epoll | None = getattr(self._local, "epoll", None)
