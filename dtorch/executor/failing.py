@@ -22,6 +22,7 @@ from ..runtime import command
 from ..runtime.command import (
     LOST_WITH_POOL,
     LOST_WRITE,
+    OVERWRITES,
     CallPlan,
     Cause,
     ClearErrors,
@@ -31,6 +32,7 @@ from ..runtime.command import (
     FetchPlan,
     PickPlan,
     RedistributePlan,
+    Renew,
     Reply,
     Settle,
 )
@@ -46,8 +48,6 @@ _SCATTERS = frozenset(
     "index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ index_reduce_ put_ scatter_ scatter_add_ "
     "scatter_reduce_".split()
 )
-# Writes that replace the whole target, whatever it held.
-_OVERWRITES = frozenset(["aten.copy_.default", "aten.zero_.default", "aten.fill_.Scalar", "aten.fill_.Tensor"])
 
 _NEVER_MADE = Poison(LOST_WITH_POOL)
 
@@ -221,7 +221,7 @@ class Failing:
 
     def _overwritten(self, message: Any, ins: list[int], plan: int, p: int) -> bool:
         """Whether the command replaces a poisoned target as a whole, by a good value: it is then done after all."""
-        if not isinstance(message, CallPlan) or message.calls[0].func not in _OVERWRITES or len(set(ins)) < len(ins):
+        if not isinstance(message, CallPlan) or message.calls[0].func not in OVERWRITES or len(set(ins)) < len(ins):
             return False
         target = self._store.get(ins[0])
         if type(target) is not Poison or target.old is None or any(type(self.value(r)) is Poison for r in ins[1:]):
@@ -229,15 +229,21 @@ class Failing:
         old = shards(target.old)
         if any(t.nbytes != t.untyped_storage().nbytes() for t in old):
             return False  # the rest of the memory would stay as it was
-        for ref in sharing(self._store, [target.old]):
-            found = self._store[ref]
-            if type(found) is Poison:
-                self._store[ref] = found.old
+        covered = {r: v for r in sharing(self._store, [target.old]) if type(v := self._store[r]) is Poison}
+        for ref, found in covered.items():
+            self._store[ref] = found.old
         try:
             self._run_again(plan, p)
         except Exception:  # not done after all: poisoned as before, for the reason it had
+            self._store.update(covered)
             return False
         return True
+
+    def renew(self, m: Renew) -> None:
+        """Memory for a value that ended with its pool: nobody may read it before it has been written as a whole."""
+        made = [self._device.empty(m.layouts[rank]) for rank in self._mine.get(m.mesh, ())]
+        if made:
+            self._store[m.ref] = Poison(LOST_WITH_POOL, m.mesh, made[0] if len(made) == 1 else made, True)
 
     def clear(self, message: ClearErrors) -> None:
         """Tell the client which values stand beneath poison: (ref, mesh, whether it was left untouched)."""
@@ -253,7 +259,8 @@ class Failing:
         for ref in message.lost:
             found = self._store.get(ref)
             if type(found) is Poison:
-                self._store[ref] = Poison(LOST_WRITE, found.mesh, found.old, True)
+                why = found.sequence if found.sequence == LOST_WITH_POOL else LOST_WRITE
+                self._store[ref] = Poison(why, found.mesh, found.old, True)
             elif found is not None:
                 self._store[ref] = Poison(LOST_WRITE, 0, found, True)
 

@@ -25,6 +25,7 @@ from ..runtime.command import (
     MakeLocals,
     PickPlan,
     RedistributePlan,
+    Renew,
     Reply,
     Seed,
     SendRandom,
@@ -95,6 +96,7 @@ class Interpreter:
             SendRandom: self._send_random,
             Threads: self._threads,
             ClearErrors: self.failing.clear,
+            Renew: self.failing.renew,
             Settle: self.failing.settle,
         }
 

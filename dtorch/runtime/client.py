@@ -23,6 +23,7 @@ from ..errors import DeviceMeshError, PoolError
 from ..executor.pool import adopt, stop_early
 from ..gpus import count as gpu_count
 from ..mesh import DeviceMesh
+from ..spec import TensorSpec
 from . import config
 from .arena import Arena
 from .blocking import on_block
@@ -33,6 +34,7 @@ from .command import (
     LOST_WITH_POOL,
     ClearErrors,
     DefineMesh,
+    Renew,
     Reply,
     Seed,
     Settle,
@@ -91,6 +93,8 @@ class Client:
         self.closed = False
         # Refs below are of pools that have ended, or of the process that forked this one.
         self.first_ref = next_ref()
+        # Those among them that have been given a value here.
+        self._renewed: set[int] = set()
         self._error: PoolError | None = None
         self._plan_ids = itertools.count(FIRST_PLAN)
         self._lock = threading.RLock()
@@ -338,8 +342,21 @@ class Client:
         Raises:
             TensorLostError: it is.
         """
-        if ref < self.first_ref:
+        if self.is_lost(ref):
             raise self.failures.error(LOST_WITH_POOL)
+
+    def is_lost(self, ref: int) -> bool:
+        """Whether `ref` is of a pool that has ended, and has been given no value since."""
+        return ref < self.first_ref and ref not in self._renewed
+
+    def renew(self, ref: int, spec: TensorSpec) -> None:
+        """Take a lost `ref` for one of this pool: the caller is about to write its whole value."""
+        id, _, _ = self.mesh(spec.mesh)
+        ranks = range(spec.mesh.nranks)
+        # A number, no ref: a copy of one that dies, here or there, would take the value along.
+        number = +ref
+        self.send(Renew(number, id, tuple((spec.local_shape(r), spec.local_stride(r), spec.dtype) for r in ranks)))
+        self._renewed.add(number)
 
     def clear_errors(self) -> None:
         """Values that writes have not reached, their input having failed, stand again where every rank kept them."""

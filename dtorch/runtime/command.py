@@ -31,6 +31,7 @@ __all__ = [
     "FREE",
     "LOST_WITH_POOL",
     "LOST_WRITE",
+    "OVERWRITES",
     "WRAP",
     "CallPlan",
     "Cause",
@@ -49,6 +50,7 @@ __all__ = [
     "OutLayout",
     "PickPlan",
     "RedistributePlan",
+    "Renew",
     "Reply",
     "Seed",
     "SendRandom",
@@ -69,6 +71,9 @@ PLAN_MASK = (1 << LENGTH_SHIFT) - 1
 
 # Blamed in place of a command: a value is gone with the pool it lay in, or only part of it was written.
 LOST_WITH_POOL, LOST_WRITE = -1, -2
+
+# Writes that replace the whole target, whatever it held.
+OVERWRITES = frozenset(["aten.copy_.default", "aten.zero_.default", "aten.fill_.Scalar", "aten.fill_.Tensor"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +297,18 @@ class Settle:
 
     kept: tuple[int, ...]
     lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """A value that ended with its pool is about to be written as a whole: memory for it, under the ref it had.
+
+    It stays lost until one of OVERWRITES has reached it. `layouts` are those of every rank's piece.
+    """
+
+    ref: int
+    mesh: int
+    layouts: tuple[OutLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def with_site(error: Exception) -> Exception:
 _LOST = {
     LOST_WITH_POOL: (
         "the value of this tensor ended with the pool it lay in (after dtorch.shutdown() or restart(), or, in a forked "
-        "process, it is the parent's). Make it anew, or load a checkpoint"
+        "process, it is the parent's).\n  Write:  t.copy_(value), or model.load_state_dict(…), or make it anew"
     ),
     LOST_WRITE: (
         "the value of this tensor is lost: a write to it failed after some of it was written, so neither the old value "

@@ -27,7 +27,7 @@ from .dispatch import GENERAL, NEW, SELF, Operator, OperatorPlan, wrap
 from .failures import with_site
 from .refs import ref_type
 
-__all__ = ["auto_redistribute_on", "decide", "define", "forget", "make_room", "may_move"]
+__all__ = ["auto_redistribute_on", "decide", "define", "forget", "known", "make_room", "may_move"]
 
 auto_redistribute_on: ContextVar[bool] = ContextVar("dtorch_auto_redistribute", default=False)
 
@@ -43,6 +43,11 @@ def remember(op: Operator) -> Operator:
     """Keep `op`, to be told when its plans are void."""
     _known.append(op)
     return op
+
+
+def known() -> tuple[Operator, ...]:
+    """Every operator that was called so far."""
+    return tuple(_known)
 
 
 def make_room(c: Client, op: Operator) -> None:

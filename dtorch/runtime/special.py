@@ -14,12 +14,15 @@ from torch._C import DispatchKey
 from torch.autograd.graph import increment_version
 
 from ..sharding.rule import free_numbers, signature
+from . import client as _client
 from . import dispatch as _dispatch
+from .client import client
+from .command import OVERWRITES
 from .copies import Standing, any_copies, mark, settled, version_of
 from .dispatch import Again, Operator, dispatch, wrap
 from .make import make
 from .moves import fetch, lift, plain_torch, replicated, to_plain
-from .plans import one_mesh, remember
+from .plans import known, one_mesh, remember
 from .strided import as_strided
 from .trees import flat, is_proxy, mapped, tensors_of
 from .variants import inplace_view, out_variant, stem
@@ -152,6 +155,47 @@ def _list_writer(names: list[str]) -> Special:
     return run
 
 
+# Of draws: what replaces the whole target and is none of OVERWRITES.
+_DRAWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "bernoulli_.float cauchy_.default exponential_.default geometric_.default log_normal_.default "
+        "normal_.default random_.default random_.from random_.to uniform_.default"
+    ).split()
+)
+
+
+def _renewing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A write of a whole tensor, once a pool has ended: one whose value was lost with it has a value again."""
+    target = args[0]
+    if not is_proxy(target) or target._spec.copied is not None or not client().is_lost(target._ref):
+        return Again(args, kwargs)
+    if signature(func).op not in _DRAWS:
+        client().renew(target._ref, target._spec)
+        return Again(args, kwargs)
+    spec = target._spec
+    empty = torch.ops.aten.empty_strided.default
+    fresh = make(empty, (spec.shape, spec.stride), {"dtype": spec.dtype}, spec.mesh, spec.placements)
+    dispatch(None, func, (), (fresh, *args[1:]), kwargs)
+    return dispatch(None, torch.ops.aten.copy_.default, (), (target, fresh))
+
+
+class _Lost:
+    """Whether this process has had a pool that ended: no write has to be looked at before."""
+
+    any = False
+
+
+def _expect_lost() -> None:
+    _Lost.any = True
+    for op in known():
+        if op.special is None and signature(op.func).op in OVERWRITES | _DRAWS:
+            op.special = _renewing
+
+
+_client.on_close(_expect_lost)
+
+
 def _refuse(reason: str) -> Special:
     def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"{stem(func)} of a dtorch tensor: {reason}")
@@ -239,6 +283,8 @@ def _special(func: Any, sig: Any) -> Special | None:
         return on_client
     if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         return _decompose
+    if _Lost.any and sig.op in OVERWRITES | _DRAWS:
+        return _renewing
     lists = [n for n, kind in zip(sig.arguments, sig.types, strict=True) if kind == "List[Tensor]" and n in sig.written]
     return _list_writer(lists) if lists else None
 
