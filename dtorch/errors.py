@@ -3,6 +3,7 @@
     DtorchError
     ├── PlacementError (ValueError)       the placements of a call are not legal for the operator
     ├── DeviceMeshError (ValueError)      a mesh is malformed, or two meshes meet in one call
+    ├── CheckpointError (ValueError)      a checkpoint cannot be written, or is not whole
     ├── ConfigError (ValueError)          an environment variable or option cannot be read
     ├── RunAheadError (RuntimeError)      too much work was issued without awaiting any of it
     ├── OverloadedError (RuntimeError)    a bounded queue is full: come again later
@@ -15,16 +16,23 @@
     BlockingCallWarning (RuntimeWarning)  a call has stopped a running event loop
 
 A value whose computation failed raises the original type (``IndexError``, ``torch.OutOfMemoryError``, …),
-which is then also a ``RemoteError``: see :func:`remote`.
+which is then also a ``RemoteError``: see :func:`remote`. Types that steer the interpreter or an event loop
+(``StopIteration``, ``KeyboardInterrupt``, ``SystemExit``, ``CancelledError``) arrive as ``RuntimeError``, as Python
+itself makes of a ``StopIteration`` that leaves a generator: raised as they are, they would end somebody else's loop,
+quietly.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from contextlib import suppress
+from functools import lru_cache
+from types import BuiltinFunctionType, WrapperDescriptorType, new_class
+from typing import Any
 
 __all__ = [
     "BlockingCallError",
     "BlockingCallWarning",
+    "CheckpointError",
     "ConfigError",
     "DeviceMeshError",
     "DtorchError",
@@ -49,6 +57,10 @@ class PlacementError(DtorchError, ValueError):
 
 class DeviceMeshError(DtorchError, ValueError):
     """A mesh is malformed, or tensors of different meshes meet in one call."""
+
+
+class CheckpointError(DtorchError, ValueError):
+    """A checkpoint cannot be written, is damaged or foreign, or is not of the state it is loaded into."""
 
 
 class ConfigError(DtorchError, ValueError):
@@ -97,32 +109,90 @@ class TensorLostError(DtorchError, RuntimeError):
 class RemoteError(DtorchError):
     """An error that was raised on an executor. Instances are also of the original type.
 
+    An attribute of the original that has one of these names gives way to dtorch's.
+
     Attributes:
         rank: the mesh rank that raised, or ``None`` where it was not one rank alone.
+        ranks: all mesh ranks known to have raised the same, in order.
         operator: the call that failed, with shapes and placements.
         site: ``file:line in function`` of the user's call that issued it.
         executor_traceback: the traceback as the executor saw it.
     """
 
     rank: int | None = None
+    ranks: tuple[int, ...] = ()
     operator: str = ""
     site: str = ""
     executor_traceback: str = ""
 
+    # The arguments that travelled, and what the executor's str() made of them.
+    _said: tuple[tuple[Any, ...], str] | None = None
+    _type: tuple[type[BaseException], str] | None = None
 
-@cache
-def remote(original: type[BaseException]) -> type[BaseException]:
-    """The type that is both `original` and a :class:`RemoteError`, named as `original` is.
+    def __str__(self) -> str:
+        # Not the original's own: it may want what did not travel. But whoever changes the arguments sees that.
+        if self._said is not None and self._said[0] is self.args:
+            return self._said[1]
+        return super().__str__()
 
-    Where the two cannot share a layout (an exception class written in C with fields of its own), plain
-    ``RemoteError`` stands in.
+    def __repr__(self) -> str:
+        try:
+            return super().__repr__()
+        except Exception:
+            return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._type is None:
+            return super().__reduce__()  # type: ignore[return-value]
+        original, name = self._type
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_said", "_type")}
+        return remade, (original, name, self.args, str(self), state)
+
+
+@lru_cache(maxsize=256)
+def remote(original: type[BaseException], name: str = "") -> type[RemoteError]:
+    """The type that is both `original` and a :class:`RemoteError`, named as `original` is, or `name` ("module.name").
+
+    Raises:
+        Exception: `original` refuses to be subclassed.
     """
-    try:
-        kind = type(original.__name__, (RemoteError, original), {"__module__": original.__module__})
-    except TypeError:
-        return RemoteError
-    # The original's constructor may want other arguments than the ones that travel.
-    kind.__init__ = lambda self, *args: Exception.__init__(self, *args)  # type: ignore[misc]
-    kind.__new__ = lambda cls, *args: Exception.__new__(cls, *args)  # type: ignore[method-assign,assignment]
-    kind.__str__ = Exception.__str__  # type: ignore[method-assign,assignment]
+    module, _, short = name.rpartition(".") if name else (original.__module__, "", original.__name__)
+    bases = (original,) if issubclass(original, RemoteError) else (RemoteError, original)
+    kind: type[RemoteError] = new_class(short, bases, exec_body=lambda body: body.update(__module__=module))
     return kind
+
+
+def remade(
+    original: type[BaseException], name: str, args: tuple[Any, ...], message: str, state: dict[str, Any]
+) -> RemoteError:
+    """An error of the type ``remote(original, name)``, without the original's constructor, which may want other
+    arguments than those that ended up in ``args``. Attributes that cannot be set are left out.
+
+    Raises:
+        Exception: the type cannot be made, or not without its constructor.
+    """
+    kind = remote(original, name)
+    error = _bare(kind, args)
+    error.args = args
+    for attribute, value in state.items():
+        try:
+            object.__setattr__(error, attribute, value)
+        except (AttributeError, TypeError):
+            error.__dict__.setdefault(attribute, value)  # a property, say: kept where it can be looked up
+    error._said = (error.args, message)
+    error._type = (original, name)
+    return error
+
+
+def _bare(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
+    """An instance that only constructors written in C have seen: those of the exception class that Python's own code
+    knows. The user's may do anything."""
+    new = next(m for c in kind.__mro__ if type(m := vars(c).get("__new__")) is BuiltinFunctionType)
+    try:
+        error = new(kind, *args)
+    except Exception:
+        error = new(kind)
+    init = next(m for c in kind.__mro__ if type(m := vars(c).get("__init__")) is WrapperDescriptorType)
+    with suppress(Exception):  # arguments of its own: what it would have kept travels as attributes
+        init(error, *args)
+    return error

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -36,7 +34,8 @@ from ..runtime.command import (
     Reply,
     Settle,
 )
-from ..runtime.shared import ERROR, EXECUTOR_DONE, EXECUTOR_READ, SharedState, executor_line
+from ..runtime.shared import DEAD, DEAD_POOL, ERROR, EXECUTOR_DONE, EXECUTOR_READ, SharedState, executor_line
+from ..runtime.transport import describe, full_traceback
 from .compiler import compile_call
 from .device import Device
 from .store import Poison, shards, sharing
@@ -89,7 +88,7 @@ class Failing:
 
     # -- when a command fails -----------------------------------------------------------------------------------
 
-    def failed(self, plan: int, p: int, error: Exception) -> None:
+    def failed(self, plan: int, p: int, error: BaseException) -> None:
         """The record of `plan` at word `p` raised `error`: poison what it should have made or written."""
         message = self._messages.get(plan)
         if message is None:
@@ -112,6 +111,8 @@ class Failing:
             poison = Poison(self.sequence(p))
             self.report(poison.sequence, error, rank, getattr(message, "mesh", 0), getattr(message, "text", ""))
             half = _may_be_half_done(message, done)
+            if isinstance(message, CallPlan) and done < len(ranks):
+                self._try_others(message, ins, p, poison.sequence, ranks, done + 1)
         for ref in outs:
             self._store[ref] = self.poisoned(poison.sequence)
         if isinstance(message, FetchPlan):
@@ -120,6 +121,10 @@ class Failing:
             self._not_written([ins[i] for i in message.writes], poison, message.mesh, half)
             if message.draws:
                 self._pass_draw(message, ranks[0], p, len(outs) + len(ins))
+
+    def ending(self) -> bool:
+        """Whether this process is being ended: a SystemExit is not the user's then."""
+        return bool(self.state.control[DEAD] & DEAD_POOL)
 
     def value(self, ref: int) -> Any:
         """What is stored under `ref`; a ref nobody knows here is of a pool that has ended."""
@@ -146,32 +151,46 @@ class Failing:
         return list(words[p + 1 : p + 1 + n]), list(words[p + 1 + n : p + 1 + n + k])
 
     def report(self, sequence: int, error: BaseException, rank: int | None, mesh: int, text: str) -> None:
-        """Tell the client of a failure: type, arguments, message, notes and traceback as plain values."""
-        try:
-            arguments = pickle.dumps(error.args)
-        except Exception:
-            arguments = pickle.dumps((str(error),))
-        try:
-            kind = command.encode_function(type(error))
-        except Exception:
-            kind = b""
+        """Tell the client of a failure: the error and its traceback as plain values."""
         self.tell(
             ErrorReport(
                 sequence=sequence,
                 executor=self.index,
                 rank=rank,
-                type_bytes=kind,
-                type_name=type(error).__qualname__,
-                arguments=arguments,
-                message=str(error),
-                notes=tuple(str(n) for n in getattr(error, "__notes__", ())),
-                traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+                told=describe(error),
+                traceback=full_traceback(error),
                 text=text,
                 mesh=mesh,
                 pid=os.getpid(),
                 ordinal=self.state.control[executor_line(self.index) + EXECUTOR_DONE],
             )
         )
+
+    def _try_others(
+        self, m: CallPlan, ins: list[int], p: int, sequence: int, ranks: tuple[int, ...], start: int
+    ) -> None:
+        """Run the ranks of this executor after the one that failed, to tell which of them fail as well.
+
+        What they make is not used, so only what writes nothing and draws nothing is run.
+        """
+        if m.writes or m.draws:
+            return
+        numbers = self._numbers(m, p + 1 + sum(m.outputs) + len(ins))
+        columns = [shards(self.value(r)) for r in ins]
+        for k in range(start, len(ranks)):
+            call = compile_call(m.calls[m.which[ranks[k]]], m.inputs, len(m.numbers), None, False, self._device)
+            try:
+                call(*(c[k] for c in columns), *numbers)
+            except BaseException as error:
+                if self.ending():
+                    raise
+                self.report(sequence, error, ranks[k], m.mesh, m.text)
+
+    def _numbers(self, m: CallPlan, base: int) -> list[int | float]:
+        """The numbers of a record, which begin at word `base`."""
+        return [
+            (self.state.ring_ints if k == "q" else self.state.ring_doubles)[base + i] for i, k in enumerate(m.numbers)
+        ]
 
     def tell(self, message: object) -> None:
         """Send a message to the client."""
@@ -268,15 +287,13 @@ class Failing:
 
     def _pass_draw(self, m: CallPlan, rank: int, p: int, refs: int) -> None:
         """Move the generator as the draw that failed would have: the peers' have moved, and all must stay alike."""
-        base = p + 1 + refs
-        numbers = [
-            (self.state.ring_ints if k == "q" else self.state.ring_doubles)[base + i] for i, k in enumerate(m.numbers)
-        ]
+        numbers = self._numbers(m, p + 1 + refs)
         inputs = [self._device.empty((shape, None, dtype)).fill_(1) for shape, dtype in m.layouts[rank]]
         try:
             compile_call(m.calls[m.which[rank]], m.inputs, len(m.numbers), None, True, self._device)(*inputs, *numbers)
-        except Exception:  # wrong numbers: then no rank has drawn
-            return
+        except BaseException:  # wrong numbers: then no rank has drawn
+            if self.ending():
+                raise
 
 
 def _ranks_done(trace: TracebackType | None) -> int:

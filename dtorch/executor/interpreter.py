@@ -321,6 +321,7 @@ class Interpreter:
         for rank in mine:
             try:
                 t = command.decode(m.function)(rank)
+        failed = False
                 if not isinstance(t, torch.Tensor):
                     raise TypeError(f"from_local: the function gave {type(t).__name__} for rank {rank}, not a tensor")
                 if m.shapes is not None and (tuple(t.shape) != m.shapes[rank] or t.dtype != m.dtype):
@@ -329,10 +330,15 @@ class Interpreter:
                         "was expected"
                     )
                 made.append(self.device.place(t.detach().clone(memory_format=torch.contiguous_format)))
-            except Exception as error:
+            except BaseException as error:
+                if self.failing.ending():
+                    raise
+                # The other ranks run all the same, as they would on executors of their own.
                 self.failing.report(self.sequence, error, rank, m.mesh, m.text)
-                self.store[m.ref] = self.failing.poisoned(self.sequence)
-                return
+                failed = True
+        if failed:
+            self.store[m.ref] = self.failing.poisoned(self.sequence)
+            return
         self.store[m.ref] = made[0] if len(mine) == 1 else made
 
     def _seed(self, m: Seed) -> None:

@@ -122,7 +122,11 @@ def _serve(
                         control[count_word] = count
                         control[started_word] = monotonic_ns()
                         tell()
-            except Exception as error:
+            except BaseException as error:
+                # A user's function may raise anything, KeyboardInterrupt and SystemExit too: it is the command that
+                # has failed. Only the end of the pool is the end of this process.
+                if control[DEAD] & DEAD_POOL and not isinstance(error, Exception):
+                    raise
                 if isinstance(error, Aborted) and control[ABORT]:
                     _await_end(control)
                 # What is being run is the command at the read index, for whoever asks.

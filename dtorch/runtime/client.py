@@ -177,7 +177,10 @@ class Client:
     def send(self, message: object, *, sync: bool = False) -> None:
         """Publish a control message to every executor."""
         self.check()
-        self.writer.send_control(encode(message), sync=sync)
+        frame = sys._getframe(1)
+        self.writer.send_control(
+            encode(message), sync=sync, before=lambda position: self.failures.note(position, frame)
+        )
 
     def mesh(self, mesh: DeviceMesh) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """(id, host of every rank, the executors concerned) of `mesh`, defined on the executors."""

@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+
+if TYPE_CHECKING:
+    from .transport import Told
 
 __all__ = [
     "CONTROL",
@@ -322,11 +325,7 @@ class ErrorReport:
     sequence: int
     executor: int
     rank: int | None
-    type_bytes: bytes
-    type_name: str
-    arguments: bytes
-    message: str
-    notes: tuple[str, ...]
+    told: Told
     traceback: str
     text: str
     mesh: int = 0

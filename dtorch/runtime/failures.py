@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import sys
 import threading
 from collections import Counter
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 
-from ..errors import DtorchError, RemoteError, TensorLostError, remote
+from ..errors import DtorchError, RemoteError, TensorLostError
 from .command import LOST_WITH_POOL, LOST_WRITE, Cause, Dropped, ErrorReport, FetchFailed
+from .transport import rebuild
 
 if TYPE_CHECKING:
     from .client import Client
@@ -31,6 +31,9 @@ log = logging.getLogger("dtorch")
 
 # Times that one line of the program is logged for values it dropped.
 _PER_SITE = 10
+# Failures whose reports are kept, and how many of one failure's ranks are listed by themselves.
+KEPT = 4096
+_LISTED = 8
 SITES = 1 << 16
 SITE_MASK = SITES - 1
 
@@ -98,6 +101,50 @@ _LOST = {
 }
 
 
+@dataclass(slots=True)
+class Failure:
+    """One command that failed: what each rank told of it, and the site it was issued at."""
+
+    site: str
+    reports: list[ErrorReport] = field(default_factory=list)
+
+    def add(self, report: ErrorReport) -> None:
+        """Take in one more report. Of those that say the same, the text is kept once."""
+        for known in self.reports:
+            if _kind(known) == _kind(report):
+                report = replace(report, told=known.told, traceback="")
+                break
+        self.reports.append(report)
+
+    def groups(self) -> list[list[ErrorReport]]:
+        """The reports, those that say the same together, ranks in order."""
+        found: dict[tuple[str, str], list[ErrorReport]] = {}
+        for report in sorted(self.reports, key=lambda r: (r.rank is None, r.rank or 0, r.executor)):
+            found.setdefault(_kind(report), []).append(report)
+        return list(found.values())
+
+    @property
+    def first(self) -> ErrorReport:
+        """The one that stands for all."""
+        return self.groups()[0][0]
+
+
+def _kind(report: ErrorReport) -> tuple[str, str]:
+    return report.told.name, report.told.message
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 0-7``, ``ranks 0, 2-4``."""
+    spans: list[list[int]] = []
+    for r in ranks:
+        if spans and spans[-1][1] == r - 1:
+            spans[-1][1] = r
+        else:
+            spans.append([r, r])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
 class Failures:
     """Reports of one pool's failures, and the sites of its recent commands."""
 
@@ -106,8 +153,9 @@ class Failures:
         self.codes: list[CodeType | None] = [None] * SITES
         self.instructions = [0] * SITES
         self._lock = threading.Lock()
-        # By the command that failed; with each report, the site it was issued at.
-        self._reports: dict[int, tuple[ErrorReport, str]] = {}
+        # By the command that failed.
+        self._reports: dict[int, Failure] = {}
+        self._forgotten = 0  # of those no longer kept, how many nobody asked for
         self._asked: set[int] = set()
         # Command whose input had failed -> the command to blame for that.
         self._causes: dict[int, int] = {}
@@ -136,12 +184,17 @@ class Failures:
         """Take in what an executor told."""
         with self._lock:
             if isinstance(message, ErrorReport):
-                # The same failure on several ranks is one failure: the first report stands for it.
-                if message.sequence not in self._reports:
-                    self._reports[message.sequence] = (message, self.site(message.sequence))
+                failure = self._reports.get(message.sequence)
+                if failure is None:
+                    failure = self._reports[message.sequence] = Failure(self.site(message.sequence))
+                    if len(self._reports) > KEPT:
+                        self._forget_oldest()
+                failure.add(message)
             elif isinstance(message, Cause):
                 found = self._causes.get(message.sequence, message.cause)
                 self._causes[message.sequence] = min(found, message.cause)
+                if len(self._causes) > 16 * KEPT:
+                    self._forget_oldest()
             elif isinstance(message, Dropped):
                 self.dropped.append((message.sequence, self._client.writer.issued))
             else:
@@ -151,6 +204,20 @@ class Failures:
                     blamed = []
                     self._slots[message.slot] = (message.generation, blamed)
                 blamed.append(message.sequence)
+
+    def _forget_oldest(self) -> None:
+        """A program that fails for ever, and goes on, must not grow for ever."""
+        oldest = sorted(self._reports)[: KEPT // 8] if len(self._reports) > KEPT else []
+        self._forgotten += sum(s not in self._asked for s in oldest)
+        for s in oldest:
+            del self._reports[s]
+        horizon = max(oldest, default=0)
+        if len(self._causes) > 16 * KEPT:
+            horizon = max(horizon, sorted(self._causes)[8 * KEPT])
+        # Reports before the horizon are still known, should there be any: they are roots, which have no cause.
+        self._causes = {s: cause for s, cause in self._causes.items() if s > horizon}
+        for known in (self._asked, self._told, self._blamed):
+            known.difference_update([s for s in known if s <= horizon and s not in self._reports])
 
     def of_slot(self, slot: int, generation: int) -> BaseException:
         """The error behind a failed fetch: of all that its executors blame, the first."""
@@ -194,7 +261,7 @@ class Failures:
             untold: list[int] = []
             for sequence in roots:
                 # A line that fails again and again has said so: the others are in the summary.
-                site = self._reports[sequence][1]
+                site = self._reports[sequence].site
                 self._told_of[site] += 1
                 if self._told_of[site] <= _PER_SITE:
                     untold.append(sequence)
@@ -202,15 +269,13 @@ class Failures:
             self._log("a value was dropped unread, and could not be computed", sequence)
 
     def _log(self, what: str, sequence: int) -> None:
-        report, site = self._reports[sequence]
-        log.error(
-            "%s: %s: %s, in %s %s, issued at %s",
-            what,
-            report.type_name,
-            report.message,
-            report.text,
-            self._where(report),
-            site or "an unknown line",
+        log.error("%s: %s", what, self._told_shortly(self._reports[sequence]))
+
+    def _told_shortly(self, failure: Failure) -> str:
+        first = failure.first
+        return (
+            f"{first.told.short_name}: {first.told.message}, in {first.text} {self._where(failure.groups()[0])}, "
+            f"issued at {failure.site or 'an unknown line'}"
         )
 
     def _root(self, sequence: int) -> int:
@@ -225,40 +290,44 @@ class Failures:
             return TensorLostError(_LOST[sequence])
         found = self._reports.get(sequence)
         if found is None:
-            return RemoteError("a value could not be computed; the report of the failure was lost")
+            return RemoteError(
+                f"a value could not be computed; why is no longer known: only the last {KEPT:,} failures are kept"
+            )
         self._asked.add(sequence)
-        return self._exception(*found)
+        return self._exception(found)
 
-    def _exception(self, report: ErrorReport, site: str) -> BaseException:
-        kind: type[BaseException] = RuntimeError
-        try:
-            kind = cloudpickle.loads(report.type_bytes)
-        except Exception:
-            log.debug("the type of a remote error could not be read", exc_info=True)
-        try:
-            arguments: tuple[Any, ...] = pickle.loads(report.arguments)
-        except Exception:
-            arguments = (report.message,)
-        error = remote(kind)(*arguments)
-        for note in report.notes:
-            error.add_note(note)
-        error.add_note(f"  in {report.text} {self._where(report)}")
-        if site:
-            error.add_note(f"  issued at {site}, {self._ago(report)}")
-        error.add_note(report.traceback.rstrip())
-        if isinstance(error, RemoteError):
-            error.rank = report.rank
-            error.operator = report.text
-            error.site = site
-            error.executor_traceback = report.traceback
+    def _exception(self, failure: Failure) -> RemoteError:
+        same, *others = failure.groups()
+        report = same[0]
+        error = rebuild(report.told)
+        error.add_note(f"  in {report.text} {self._where(same)}")
+        for group in others[:_LISTED]:
+            what = group[0].told
+            error.add_note(f"  and {self._where(group)}: {what.short_name}: {what.message}")
+        if len(others) > _LISTED:
+            error.add_note(f"  and {len(others) - _LISTED} more, each another")
+        if failure.site:
+            error.add_note(f"  issued at {failure.site}, {self._ago(report)}")
+        trace = next(r.traceback for r in failure.reports if r.traceback and _kind(r) == _kind(report))
+        error.add_note(trace.rstrip())
+        error.rank = report.rank
+        error.ranks = tuple(r.rank for r in same if r.rank is not None)
+        error.operator = report.text
+        error.site = failure.site
+        error.executor_traceback = trace
         return error
 
-    def _where(self, report: ErrorReport) -> str:
+    def _where(self, same: list[ErrorReport]) -> str:
+        """On which ranks: of one alone, with its device and process."""
+        report = same[0]
         process = f"executor {report.executor}, pid {report.pid}"
         mesh = self._client.mesh_of(report.mesh)
-        if report.rank is None or mesh is None:
+        ranks = [r.rank for r in same if r.rank is not None]
+        if not ranks or mesh is None:
             return f"on {process}"
-        return f"on rank {report.rank} ({mesh.device_type}:{mesh.ids[report.rank]}, {process})"
+        if len(ranks) > 1:
+            return f"on {_ranks(ranks)} ({mesh.device_type})"
+        return f"on rank {ranks[0]} ({mesh.device_type}:{mesh.ids[ranks[0]]}, {process})"
 
     def _ago(self, report: ErrorReport) -> str:
         n = max(0, self._client.writer.issued - report.ordinal - 1)
@@ -282,16 +351,13 @@ class Failures:
         """Log, once, the failures that nobody asked for."""
         with self._lock:
             untold = [found for s, found in sorted(self._reports.items()) if s not in self._asked]
+            n = len(untold) + self._forgotten
             self._asked |= set(self._reports)
-        if untold:
-            first, site = untold[0]
+            self._forgotten = 0
+        if n:
             log.error(
-                "%d failed operation%s whose value nobody asked for; the first: %s: %s, in %s %s, issued at %s",
-                len(untold),
-                "" if len(untold) == 1 else "s",
-                first.type_name,
-                first.message,
-                first.text,
-                self._where(first),
-                site or "an unknown line",
+                "%d failed operation%s whose value nobody asked for%s",
+                n,
+                "" if n == 1 else "s",
+                f"; the first: {self._told_shortly(untold[0])}" if untold else "",
             )

@@ -223,8 +223,17 @@ class Writer:
             ring[i] = word
         self.commit(self.head + n)
 
-    def write_bytes_record(self, plan_id: int, extra_words: tuple[int, ...], payload: bytes) -> None:
-        """Write and publish a record of `extra_words`, a byte length and `payload`. The caller holds the lock."""
+    def write_bytes_record(
+        self,
+        plan_id: int,
+        extra_words: tuple[int, ...],
+        payload: bytes,
+        before: Callable[[int], object] | None = None,
+    ) -> None:
+        """Write and publish a record of `extra_words`, a byte length and `payload`. The caller holds the lock.
+
+        `before` is told the record's position, before anyone can read it.
+        """
         start = 2 + len(extra_words)
         n = start + (len(payload) + 7 >> 3)
         p = self.begin(n)
@@ -234,12 +243,16 @@ class Writer:
             ring[i] = word
         at = 8 * (p + start)
         self.state.ring_bytes[at : at + len(payload)] = payload
+        if before is not None:
+            before(self.head)
         self.commit(self.head + n)
 
-    def send_control(self, payload: bytes, *, sync: bool = False) -> None:
+    def send_control(
+        self, payload: bytes, *, sync: bool = False, before: Callable[[int], object] | None = None
+    ) -> None:
         """Write a CONTROL record for every executor and wake whom it concerns. Takes the lock itself."""
         with self.lock:
-            self.write_bytes_record(CONTROL, (), payload)
+            self.write_bytes_record(CONTROL, (), payload, before)
         self.wake(self.readers, sync=sync)
 
     def wake(self, executors: Iterable[int], sync: bool = False) -> None:
