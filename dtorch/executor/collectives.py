@@ -36,6 +36,9 @@ __all__ = ["Comm", "GlooGroup", "HostGroup", "NcclGroup", "Solo"]
 
 _TIMEOUT = timedelta(hours=24)
 
+# Bytes by member, one behind the other in one piece of memory.
+Pieces = tuple[Tensor, ...]
+
 
 class State(Protocol):
     """What is needed of :class:`~dtorch.runtime.shared.SharedState`."""
@@ -68,9 +71,14 @@ class GlooGroup(Group):
     leave a peer waiting for half an hour after a death, and has no room for poison. Reductions are done here, in
     the order of the ranks, so the results have the same bits as those of :class:`Group`.
 
+    What may fail is done before arrival, where peers can still be told: memory is allocated there. Whatever fails
+    after it leaves them waiting for a transfer, so it raises :class:`DeviceError`, which ends this executor and with
+    it the pool.
+
     Args are those of :class:`Group`.
     """
 
+    backend = "gloo"
     # Any: torch's stubs lack its methods.
     _pg: Any = None
 
@@ -93,8 +101,6 @@ class GlooGroup(Group):
         rounds: int,
     ) -> int:
         """See :meth:`Group.exchange`."""
-        if self.barrier():
-            return 1
         # Both ends list the sections of a pair by their place in the slots, which is the same for both.
         sending = sorted(writes, key=lambda w: w[1:3])
         outgoing = [[_bytes(section) for section, _, _, readers in sending if j in readers] for j in range(self.n)]
@@ -102,35 +108,45 @@ class GlooGroup(Group):
         sizes = [0] * self.n
         for member, _, _, out in incoming:
             sizes[member] += out.numel() * out.element_size()
-        parts = self._all_to_all([torch.cat(p) if p else torch.empty(0, dtype=torch.uint8) for p in outgoing], sizes)
-        done = [0] * self.n
-        for member, _, _, out in incoming:
-            nbytes = out.numel() * out.element_size()
-            out.copy_(_typed(parts[member].narrow(0, done[member], nbytes), out.dtype, out.shape))
-            done[member] += nbytes
+        sends, got = self._packed([torch.cat(p) if p else torch.empty(0, dtype=torch.uint8) for p in outgoing], sizes)
+        if self.barrier():
+            return 1
+        with self._fatal():
+            self._all_to_all(sends, got)
+            done = [0] * self.n
+            for member, _, _, out in incoming:
+                nbytes = out.numel() * out.element_size()
+                out.copy_(_typed(got[member].narrow(0, done[member], nbytes), out.dtype, out.shape))
+                done[member] += nbytes
         return 0
 
     def all_reduce(
         self, mine: Sequence[Tensor], out: Tensor, rows: Sequence[tuple[int, int]], op: str, divisor: int
     ) -> int:
         """See :meth:`Group.all_reduce`."""
-        if self.barrier():
-            return 1
         count, dtype = out.numel(), out.dtype
         part = -(-count // self.n)
         bounds = [(min(j * part, count), min((j + 1) * part, count)) for j in range(self.n)]
         heights = [sum(member == j for member, _ in rows) for j in range(self.n)]
         begin, end = bounds[self.me]
         width = (end - begin) * dtype.itemsize
-        sends = [torch.cat([_bytes(x.narrow(0, a, b - a)) for x in mine]) for a, b in bounds]
-        got = self._all_to_all(sends, [h * width for h in heights])
-        if width:
-            terms = [_typed(got[m].narrow(0, r * width, width), dtype, (end - begin,)) for m, r in rows]
-            reducer(dtype, op, divisor, len(rows))(out.narrow(0, begin, end - begin), terms)
+        terms_of = [torch.cat([_bytes(x.narrow(0, a, b - a)) for x in mine]) for a, b in bounds]
+        sends, got = self._packed(terms_of, [h * width for h in heights])
+        # What this member reduces goes to all; its bytes are there once it has.
         own = _bytes(out.narrow(0, begin, end - begin))
-        gathered = self._all_to_all([own] * self.n, [(b - a) * dtype.itemsize for a, b in bounds])
-        for (a, b), piece in zip(bounds, gathered, strict=True):
-            out.narrow(0, a, b - a).copy_(_typed(piece, dtype, (b - a,)))
+        again, gathered = self._packed([own] * self.n, [(b - a) * dtype.itemsize for a, b in bounds])
+        if self.barrier():
+            return 1
+        with self._fatal():
+            self._all_to_all(sends, got)
+            if width:
+                terms = [_typed(got[m].narrow(0, r * width, width), dtype, (end - begin,)) for m, r in rows]
+                reducer(dtype, op, divisor, len(rows))(out.narrow(0, begin, end - begin), terms)
+            for copy in again:
+                copy.copy_(own)
+            self._all_to_all(again, gathered)
+            for (a, b), piece in zip(bounds, gathered, strict=True):
+                out.narrow(0, a, b - a).copy_(_typed(piece, dtype, (b - a,)))
         return 0
 
     def reduce_scatter(
@@ -144,22 +160,41 @@ class GlooGroup(Group):
         divisor: int,
     ) -> int:
         """See :meth:`Group.reduce_scatter`."""
-        if self.barrier():
-            return 1
         dtype = out.dtype
         shape = shapes[self.me]
         size = prod(shape) * dtype.itemsize
-        got = self._all_to_all([_bytes(narrow(x, cut)) for cut in cuts], [size] * self.n)
-        if size:
-            reducer(dtype, op, divisor, self.n)(out, [_typed(got[m], dtype, shape) for m in rows])
+        sends, got = self._packed([_bytes(narrow(x, cut)) for cut in cuts], [size] * self.n)
+        if self.barrier():
+            return 1
+        with self._fatal():
+            self._all_to_all(sends, got)
+            if size:
+                reducer(dtype, op, divisor, self.n)(out, [_typed(got[m], dtype, shape) for m in rows])
         return 0
 
-    def _all_to_all(self, sends: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Give `sends`, one tensor of bytes per member; what each gave here, `sizes` bytes of it."""
+    @staticmethod
+    def _packed(sends: Sequence[Tensor], sizes: list[int]) -> tuple[Pieces, Pieces]:
+        """`sends`, one tensor of bytes per member, in one piece of memory; and room for `sizes` bytes of each."""
+        whole = torch.cat(list(sends))
+        room = torch.empty(sum(sizes), dtype=torch.uint8)
+        return whole.split([s.numel() for s in sends]), room.split(sizes)
+
+    def _all_to_all(self, sends: Pieces, into: Pieces) -> None:
+        """Give `sends` to the members, and put what they give here where `into` says. Both lie as :meth:`_packed` made
+        them."""
         group = self._pg or self._connect()
-        out = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._finish(group.alltoall_base(out, torch.cat(list(sends)), sizes, [s.numel() for s in sends]))
-        return list(out.split(sizes))
+        whole, room = (pieces[0].as_strided((sum(map(len, pieces)),), (1,), 0) for pieces in (sends, into))
+        self._finish(group.alltoall_base(room, whole, [len(p) for p in into], [len(p) for p in sends]))
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Inside, a failure leaves peers waiting."""
+        try:
+            yield
+        except Aborted:
+            raise
+        except Exception as error:
+            raise DeviceError(f"{self.backend}, between executors {self.members}: {error}") from error
 
     def _finish(self, work: Work) -> None:
         yields = 100
@@ -210,11 +245,12 @@ class NcclGroup(GlooGroup):
     is enqueued, so a poisoned member is known to all before a transfer begins, and writes behind it are skipped as on
     CPUs. After arrival nothing waits for the GPU: transfers queue behind what the stream was given.
 
-    A transfer that cannot be enqueued leaves its peers' GPUs waiting, so it raises :class:`DeviceError`, which ends
-    this executor and with it the pool.
+    A transfer that cannot be enqueued leaves its peers' GPUs waiting, and is fatal as with gloo.
 
     Args are those of :class:`Group`.
     """
+
+    backend = "NCCL"
 
     def all_reduce(
         self, mine: Sequence[Tensor], out: Tensor, rows: Sequence[tuple[int, int]], op: str, divisor: int
@@ -233,17 +269,6 @@ class NcclGroup(GlooGroup):
         if divisor != 1:
             out.div_(divisor, rounding_mode=None if out.is_floating_point() else "floor")
         return 0
-
-    def _all_to_all(self, sends: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
-        with self._fatal():
-            return super()._all_to_all(sends, sizes)
-
-    @contextlib.contextmanager
-    def _fatal(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise DeviceError(f"NCCL, between executors {self.members}: {error}") from error
 
     def _finish(self, work: Work) -> None:
         # The stream waits, not the host.
@@ -361,19 +386,23 @@ class Comm:
         return self.shared(members, region)
 
     def shared(self, members: tuple[int, ...], region: int) -> Group:
-        """As :meth:`group`, of two members or more."""
+        """As :meth:`group`, of two members or more.
+
+        Raises:
+            DeviceError: the memory where its members meet cannot be had. They wait there for this one, which cannot
+                tell them, so it must end.
+        """
         key = (members, region)
         found = self._groups.get(key)
         if found is None:
             control = self.state.control
-            found = self._groups[key] = self._kind(members)(
-                self.state.collective_fd,
-                region * self._stride,
-                members,
-                members.index(self.me),
-                lambda: control[ABORT],
-                self.slot,
-            )
+            place = region * self._stride
+            try:
+                found = self._groups[key] = self._kind(members)(
+                    self.state.collective_fd, place, members, members.index(self.me), lambda: control[ABORT], self.slot
+                )
+            except (OSError, MemoryError) as error:
+                raise DeviceError(f"no memory for collectives between executors {members}: {error}") from error
         return found
 
     def _kind(self, members: tuple[int, ...]) -> type[Group]:

@@ -67,7 +67,7 @@ _STATISTICS = frozenset(
 
 
 class DeviceError(RuntimeError):
-    """The device of an executor cannot be used."""
+    """The device of an executor cannot be used, or its peers wait for a transfer that will not come: its process ends."""
 
 
 class Device:

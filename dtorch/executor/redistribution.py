@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..program import AllReduce, Cut, Exchange, Program, ReduceLine, ReduceScatter
 from .collectives import Comm
+from .device import DeviceError
 from .ready import Ready, make_ready
 from .reducing import reducer
 from .shm_collectives import Aborted, Group, narrow
@@ -54,6 +55,7 @@ def run(
 
     Raises:
         Aborted: a peer died; the pool must be started anew.
+        DeviceError: peers wait for what will not come, and cannot be told; this executor must end.
     """
     ready = comm.ready.get(id(program)) or _make_ready(program, comm)
     fast, meetings = ready[1:]
@@ -63,7 +65,7 @@ def run(
         try:
             out, bad = fast(locals[0])
             return ([], True) if bad else ([out], False)
-        except Aborted:
+        except (Aborted, DeviceError):
             raise
         except Exception as error:
             if group is not None:
@@ -75,7 +77,7 @@ def run(
     if not failure:
         try:
             tensors, failure = _run_steps(program, locals or (), comm)
-        except Aborted:
+        except (Aborted, DeviceError):
             raise
         except Exception as error:
             failure = error
@@ -141,8 +143,12 @@ def _make_ready(program: Program, comm: Comm) -> tuple[Program, Ready | None, li
                 meetings.append((group, group.reduce_scatter_rounds(line.shapes, program.dtype)))
     if len(comm.ready) >= _READY:
         comm.ready.clear()
+    try:
+        fast = make_ready(program, comm)
+    except Exception:  # no memory, say: the general way works, or tells the peers that it does not
+        return program, None, meetings
     # The program is kept with what is known of it: its id must not pass to another.
-    found = comm.ready[id(program)] = (program, make_ready(program, comm), meetings)
+    found = comm.ready[id(program)] = (program, fast, meetings)
     return found
 
 
@@ -318,7 +324,7 @@ def _run_bucket(
             failure = bool(_reduce_line(line, rows, out, step, comm))
             if not failure:
                 return _parted(programs, out.split(counts), copies), False
-        except Aborted:
+        except (Aborted, DeviceError):
             raise
         except Exception as error:
             failure = error

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtorch.executor.collectives import Comm
+from dtorch.executor import redistribution
+from dtorch.executor.collectives import Comm, GlooGroup
+from dtorch.executor.device import DeviceError
 from dtorch.executor.redistribution import run, run_many
 from dtorch.executor.shm_collectives import Aborted
 from dtorch.mesh import init_device_mesh
@@ -181,6 +183,66 @@ def test_poison_never_lost_nor_invented(mode: str) -> None:
 
         for seen, expected in pool.finish(pool.start(work)):
             assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "holder", "name", "fails"),
+    [
+        ("shm", redistribution, "make_ready", False),  # then the general way does it
+        ("shm", redistribution, "_empty", True),
+        ("gloo", redistribution, "_empty", True),
+        ("gloo", GlooGroup, "_packed", True),
+    ],
+)
+def test_a_member_without_memory_says_so_before_it_arrives(mode: str, holder: Any, name: str, fails: bool) -> None:
+    mesh = init_device_mesh("cpu", 2)
+    with Pool(2, mode) as pool:
+        # Too large for the fast path, of which nothing is asked here but that it may not be there.
+        plan = pool.plan(TensorSpec.of((600_000,), None, torch.float32, mesh, (S(0),)), R)
+        local = torch.ones(300_000)
+
+        def work(me: int, comm: Comm, control: memoryview) -> list[str]:
+            def refuse(*_: Any) -> Any:
+                raise MemoryError("none left")
+
+            seen = []
+            for attempt in range(3):
+                kept = vars(holder)[name]
+                if me == 1 and attempt == 1:
+                    setattr(holder, name, refuse)
+                if attempt == 1:
+                    comm.ready.clear()
+                outs, failure = run(plan.programs[me], [local], comm)
+                setattr(holder, name, kept)
+                seen.append(repr(failure) if failure else str(outs[0].sum().item()))
+            return seen
+
+        answers = pool.finish(pool.start(work))
+    for answer, failure in zip(answers, ["True", "MemoryError('none left')"], strict=True):
+        assert answer == ["600000.0", failure if fails else "600000.0", "600000.0"]
+
+
+def test_a_transfer_that_fails_after_arrival_ends_the_executor() -> None:
+    """Its peers wait for bytes then, and no word in shared memory can tell them; the end of the pool does."""
+    mesh = init_device_mesh("cpu", 2)
+    with Pool(2, "gloo") as pool:
+        plan = pool.plan(TensorSpec.of((6,), None, torch.float32, mesh, (S(0),)), R)
+
+        def work(me: int, comm: Comm, control: memoryview) -> str:
+            run(plan.programs[me], [torch.ones(3)], comm)
+            if me == 1:
+                GlooGroup._all_to_all = lambda *_: [][0]  # type: ignore[method-assign]
+            try:
+                run(plan.programs[me], [torch.ones(3)], comm)
+            except DeviceError as error:
+                control[ABORT] = 1  # as the warden does when the process has ended
+                return str(error)
+            except Aborted:
+                return "freed"
+            return "nothing happened"
+
+        answers = pool.finish(pool.start(work))
+    assert answers == ["freed", "gloo, between executors (0, 1): list index out of range"]
 
 
 @pytest.mark.parametrize("size", [4, 1_000_000])
