@@ -21,6 +21,7 @@ if ROOT not in sys.path:
     sys.path.append(ROOT)
 
 from dtorch.executor.messages import receive  # noqa: E402 (the path above is what finds it)
+from dtorch.runtime.limits import explain  # noqa: E402
 
 USAGE = (
     "dtorch.executor is started by the pool of a dtorch program, which hands it a socket; there is nothing to run "
@@ -46,12 +47,21 @@ def main(arguments: list[str]) -> int:
     # saves a checkpoint on SIGTERM still needs its executors for that.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # What the client ignores or holds back is inherited, and is its own affair: here SIGCHLD tells how an executor
+    # ended, and SIGTERM and SIGUSR1 interrupt one that waits.
+    for number in (signal.SIGCHLD, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with open("/proc/self/comm", "w") as comm:
         comm.write("dtorch-warden")
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     start: dict[str, Any] | None
-    start, fds = receive(sock)
+    try:
+        start, fds = receive(sock)
+    except OSError as error:
+        print(explain(error), file=sys.stderr)
+        return 1
     if start is None:
         return 0
     find_modules(start["path"])

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import PoolError
+from ..runtime.limits import explain
 from .messages import Death, close_all, exit_reason, receive, send
+from .names import Names
 
-__all__ = ["WardenProcess"]
+__all__ = ["WardenProcess", "is_open", "occupy_standard_streams"]
 
 # What the warden's environment has in place of the user's (None: nothing), while it imports. OpenBLAS would start a
 # thread when numpy is imported, and PYTHONINSPECT would keep a failed warden waiting for input.
@@ -40,6 +42,7 @@ class WardenProcess:
         Raises:
             PoolError: no interpreter, or no process.
         """
+        _refuse_impossible()
         if not sys.executable:
             raise PoolError(
                 "the pool needs a Python interpreter to start its executors with, and sys.executable is empty (an "
@@ -65,12 +68,14 @@ class WardenProcess:
                     stderr=self._captured,
                     env=environ,
                     pass_fds=(theirs.fileno(),),
+                    # In a directory that was removed under the client, torch's libraries cannot be loaded.
+                    cwd=None if _has_directory() else "/",
                     # Out of the terminal's reach: Ctrl-C is the client's alone.
                     start_new_session=True,
                 )
         except OSError as error:
             self._close_files()
-            raise PoolError(f"the pool could not start: {sys.executable} cannot be run: {error}") from error
+            raise PoolError(f"the pool could not start: {sys.executable} cannot be run: {explain(error)}") from error
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self._poll = select.poll()
@@ -82,16 +87,20 @@ class WardenProcess:
             **start,
             "op": "start",
             # Whatever else is in there, the import system does not look at it either.
-            "path": [entry for entry in list[object](sys.path) if isinstance(entry, str)],
+            "path": [_absolute(entry) for entry in list[object](sys.path) if isinstance(entry, str)],
             "environ": {name: os.environ.get(name) for name in WARDEN_ENVIRON},
             "shared": list(shared),
         }
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         client = os.pidfd_open(os.getpid())
         try:
-            # The outputs of the process, not of sys.stdout. A daemon may have closed them.
-            streams = [fd if _is_open(fd) else null for fd in (1, 2)]
-            self.send(message, [*streams, client, self._names, *shared.values()])
+            # The outputs of the process, not of sys.stdout. A daemon may have closed them, and what was opened since
+            # under their numbers is something else: Python knows which were there when it started.
+            streams = [
+                fd if at_start is not None and is_open(fd) else null
+                for fd, at_start in ((1, sys.__stdout__), (2, sys.__stderr__))
+            ]
+            self.send(message, [*streams, client, self._names_fd, self.claims, *shared.values()])
         finally:
             close_all((null, client))
 
@@ -120,14 +129,18 @@ class WardenProcess:
         size = os.fstat(self._captured).st_size
         said = os.pread(self._captured, _CAPTURED_BYTES, max(0, size - _CAPTURED_BYTES)).decode(errors="replace")
         lines = [line for line in said.splitlines() if line.strip()]
-        return Death(None, self.pid, exit_reason(self._process.wait()), tuple(lines[-_CAPTURED_LINES:]))
+        try:
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            reason = "has ended; how, this program's handler of SIGCHLD has learned, or nobody where it is ignored"
+        else:
+            reason = exit_reason(self._process.wait())
+        return Death(None, self.pid, reason, tuple(lines[-_CAPTURED_LINES:]))
 
-    def name_plan(self, plan: int, text: str) -> None:
-        """Append to the file in which the warden finds what plan `plan` does."""
-        os.write(self._names, f"{plan} {' '.join(text.split())}\n".encode())
-
-    def end(self, timeout: float) -> None:
-        """Ask all processes to end; kill executors after half of `timeout` seconds, and the warden after all of it."""
+    def end(self, timeout: float) -> list[dict[str, Any]]:
+        """Ask all processes to end; kill executors after half of `timeout` seconds, and the warden after all of it.
+        Returns what it said meanwhile."""
+        said: list[dict[str, Any]] = []
         try:
             self.send({"op": "stop", "grace": timeout / 2})
             # Not Popen.wait(timeout): that sleeps up to 50 ms between two looks.
@@ -159,3 +172,42 @@ def _is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def occupy_standard_streams() -> None:
+    """Put ``/dev/null`` where stdin, stdout or stderr is closed.
+
+    Else the next file that is opened gets the number, and whatever a library writes to "stderr" goes into it: into
+    the command ring, say. Programs that are started still find these closed.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _refuse_impossible() -> None:
+    """Raise where no pool can start, whatever is tried."""
+    if not os.path.exists("/proc/self/task"):
+        raise PoolError(
+            "the pool could not start: /proc is not mounted here, and its processes are watched there; mount it: "
+            "mount -t proc proc /proc"
+        )
+    if not os.path.isfile(_MAIN):
+        raise PoolError(
+            f"the pool could not start: {_MAIN} is no file, and executors start from it. dtorch cannot run from an "
+            "archive: unpack it, or install it: pip install dtorch"
+        )
+
+
+def _has_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _absolute(entry: str) -> str:
+    """An entry of ``sys.path`` as the import system has resolved it, before a change of directory maybe."""
+    finder = sys.path_importer_cache.get(entry)
+    return getattr(finder, "path", entry) if entry and not os.path.isabs(entry) else entry

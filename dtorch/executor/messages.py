@@ -19,6 +19,7 @@ This module needs nothing but the standard library: it is used before the client
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -90,11 +91,12 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[dict[str, Any] | None,
 
     Raises:
         BlockingIOError: with MSG_DONTWAIT, nothing is there.
+        OSError: the descriptors are more than this process may open; the message is lost.
     """
     # Not socket.recv_fds, which drops its flags (Python 3.11).
     space = socket.CMSG_SPACE((2 * FORK_BATCH + 16) * array("i").itemsize)
     try:
-        data, ancillary, _, _ = sock.recvmsg(_LONGEST, space, flags | socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, told, _ = sock.recvmsg(_LONGEST, space, flags | socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return None, []
     fds = array("i")
@@ -104,6 +106,10 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[dict[str, Any] | None,
     if not data:
         close_all(fds)
         return None, []
+    if told & socket.MSG_CTRUNC:
+        # The kernel drops those that have no room, and says nothing more.
+        close_all(fds)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return json.loads(data), list(fds)
 
 

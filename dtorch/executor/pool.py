@@ -29,10 +29,25 @@ import anyio
 from ..errors import ExecutorDiedError, PoolError
 from ..runtime import config as _config
 from ..runtime.config import Config, available_cores
+from ..runtime.limits import explain
 from ..runtime.reply import ReplyReader, reply_memfd
-from ..runtime.shared import ABORT, DEAD, DEAD_POOL, EXECUTOR_READY, SharedState, executor_line
-from .launch import WardenProcess
+from ..runtime.shared import (
+    ABORT,
+    DEAD,
+    DEAD_POOL,
+    EXECUTOR_PLAN,
+    EXECUTOR_READY,
+    SPOKEN,
+    SharedState,
+    executor_line,
+)
+from .launch import WardenProcess, occupy_standard_streams
 from .messages import FORK_BATCH, Death
+from .names import PlanName
+from .telling import take_token
+from .watchdog import text_of
+
+log = logging.getLogger("dtorch")
 
 __all__ = ["Death", "Pool", "adopt", "prestart", "stop_early"]
 
@@ -64,9 +79,11 @@ class Pool:
             config: bounds, time limits, and the options executors are given.
             entry: "module:function" that an executor runs.
             options: more options for the entry, as JSON can say them.
-            prefix: put "[executor i] " before every line that an executor prints.
+            prefix: begin every line that an executor prints with its rank or, where that is not known, with
+                "[executor i]"; None: as `config` says.
         """
         self.config = config
+        occupy_standard_streams()
         self.state = SharedState.create(config)
         self._entry = entry
         self._options = {"collectives": config.collectives, **(options or {})}
@@ -190,7 +207,9 @@ class Pool:
             except OSError as error:
                 for executor in batch:
                     self._replies.pop(executor, None)
-                raise PoolError(f"executors {batch[0]} to {batch[-1]} could not be started: {error}") from error
+                raise PoolError(
+                    f"executors {batch[0]} to {batch[-1]} could not be started: {explain(error, n)}"
+                ) from error
             finally:
                 for ring in rings:
                     os.close(ring)
@@ -351,10 +370,9 @@ class Pool:
             elif event == "forked":
                 self._pids.update(message["executors"])
             elif event == "refused":
-                self._refused = (
-                    f"executor {message['executor']} could not be forked: {message['error']} (limits on processes, "
-                    f"descriptors or memory? see ulimit -a); {_RESTART}"
-                )
+                self._refused = f"executor {message['executor']} could not be forked: {message['error']}; {_RESTART}"
+            elif event in ("stuck", "lines"):
+                self._news.append(message)
             elif event == "died":
                 self._deaths.append(
                     Death(message["executor"], message["pid"], message["reason"], tuple(message["stderr"]))

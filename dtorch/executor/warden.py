@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..runtime.limits import explain
 from ..runtime.shared import ABORT, DEAD, DEAD_POOL, SharedState
 from .child import Child, become_executor
 from .messages import STREAMS, close_all, exit_reason, receive, send
@@ -218,6 +219,10 @@ class Warden:
             message, fds = receive(self.sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
+        except OSError as error:
+            n = len(self.executors)
+            self.tell({"event": "refused", "executor": n, "error": explain(error, n + 1)})
+            return
         if message is None:
             self._on_client_gone()
         elif message["op"] == "fork":
@@ -253,7 +258,7 @@ class Warden:
                 options = {**self._options, "threads": message["threads"], **(more[k] if more else {})}
                 pids.append((index, self._fork(index, wake, reply, options, fds[2 * k + 2 :])))
             except OSError as error:
-                self.tell({"event": "refused", "executor": index, "error": str(error)})
+                self.tell({"event": "refused", "executor": index, "error": explain(error, index + 1)})
                 close_all(fds[2 * k :])
                 break
             os.close(reply)

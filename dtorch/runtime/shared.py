@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from ..errors import PoolError
 from .config import Config
+from .limits import explain
 
 __all__ = [
     "ABORT",
@@ -162,7 +163,7 @@ class SharedState:
         except OSError as error:
             for fd in fds.values():
                 os.close(fd)
-            raise PoolError(f"the pool's shared memory could not be made: {error}") from error
+            raise PoolError(f"the pool's shared memory could not be made: {explain(error)}") from error
 
     @classmethod
     def attach(cls, fds: dict[str, int]) -> SharedState:
