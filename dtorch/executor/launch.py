@@ -163,10 +163,11 @@ class WardenProcess:
 
     def _close_files(self) -> None:
         self.sock.close()
-        close_all((self._captured, self._names))
+        close_all((self._captured, self._names_fd, self.claims))
 
 
-def _is_open(fd: int) -> bool:
+def is_open(fd: int) -> bool:
+    """Whether `fd` is an open descriptor."""
     try:
         os.fstat(fd)
     except OSError:

@@ -405,12 +405,15 @@ class Client:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the executors; idempotent."""
-        if self.closed:
+    def close(self, *, settle: bool = True) -> None:
+        """End the executors; idempotent. Without `settle`, what was issued last is not waited for."""
+        if self.closed or self.pid != os.getpid():
             return
-        if self.pid == os.getpid():
-            self._settle()
+        try:
+            if settle:
+                self._settle()
+        finally:
+            # Ctrl-C may have ended the wait: then, too, nothing is left.
             self._error = self.pool.error()
             self.closed = True
             try:
@@ -491,12 +494,12 @@ def detach() -> Client | None:
     return found
 
 
-def close() -> None:
-    """End the pool in use; the next use starts a fresh one."""
+def close(*, settle: bool = True) -> None:
+    """End the pool in use; the next use starts a fresh one. See :meth:`Client.close`."""
     found = detach()
     stop_early()
     if found is not None:
-        found.close()
+        found.close(settle=settle)
 
 
 def _forked() -> None:
@@ -511,5 +514,12 @@ def _forked() -> None:
             callback()
 
 
+def _close_at_exit() -> None:
+    # A program that Ctrl-C has ended waits for nothing, and Ctrl-C during the wait asks for the end that is coming.
+    interrupted = issubclass(getattr(sys, "last_type", None) or Exception, KeyboardInterrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        close(settle=not interrupted)
+
+
 os.register_at_fork(after_in_child=_forked)
-atexit.register(close)
+atexit.register(_close_at_exit)
