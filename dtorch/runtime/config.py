@@ -8,15 +8,29 @@ Bounds of the pool (executors, ring, arena, slots) are read when a pool starts; 
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
+import resource
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["Config", "available_cores", "configure", "current", "from_environ", "total_memory"]
+__all__ = [
+    "Config",
+    "available_cores",
+    "cgroup_values",
+    "configure",
+    "current",
+    "from_environ",
+    "total_memory",
+    "unknown_text",
+    "unknown_variables",
+    "variable_of",
+]
 
 _PREFIX = "DTORCH_"
 # Names that the seed documents fixed before there was a scheme.
@@ -24,8 +38,13 @@ _ALIASES = {
     "DTORCH_DTENSOR_IN_SAME_DEVICE": "same_device",
     "DTORCH_NUM_GPU_WHEN_ENABLE_DTENSOR_IN_SAME_DEVICE": "same_device_count",
 }
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Variables that say something to the tests, and nothing to the library.
+_NOT_OPTIONS = ("DTORCH_WIDE", "DTORCH_PROGRAMS")
+_NOT_OPTIONS_PREFIXES = ("DTORCH_TEST_", "DTORCH_SOAK")
+_CGROUPS = "/sys/fs/cgroup"
 _PAGE = 4096
+
+_log = logging.getLogger("dtorch")
 
 
 def available_cores() -> int:
@@ -33,19 +52,45 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def _read(path: str) -> str:
+    """What the small file at `path` holds; nothing where there is none."""
+    try:
+        with open(path) as f:
+            return f.read().strip()
+    except OSError:
+        return ""
+
+
+def cgroup_values(name: str, old_controller: str = "", old_name: str = "") -> list[str]:
+    """What the files `name` hold of this process's control group and all that contain it, innermost first.
+
+    `old_controller` and `old_name` are what the same is called in version 1 of control groups.
+    """
+    found: list[str] = []
+    # The roots besides: a container sees its own group there, by whatever name it goes outside.
+    for line in dict.fromkeys([*_read("/proc/self/cgroup").splitlines(), "0::/", f"1:{old_controller}:/"]):
+        _, controllers, path = line.split(":", 2)
+        if controllers and old_controller not in controllers.split(","):
+            continue
+        root, file = (f"{_CGROUPS}/{old_controller}", old_name) if controllers else (_CGROUPS, name)
+        parts = [part for part in path.split("/") if part]
+        for n in range(len(parts), -1, -1):
+            text = _read("/".join([root, *parts[:n], file])) if file else ""
+            if text:
+                found.append(text)
+    return found
+
+
 @cache
 def total_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or its control group's limit where that is less."""
+    """Bytes of memory this process may use: the machine's, or the limit of its control group or of its address space
+    where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUP_LIMITS:
-        try:
-            with open(path) as f:
-                text = f.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
+    limits = cgroup_values("memory.max", "memory", "memory.limit_in_bytes")
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(str(address_space))
+    return min([total, *(int(text) for text in limits if text.isdigit())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +256,30 @@ def from_environ(environ: Mapping[str, str]) -> Config:
     return replace(_DEFAULTS, **values)
 
 
+def variable_of(name: str) -> str:
+    """The environment variable that sets the option `name`."""
+    aliased = {option: variable for variable, option in _ALIASES.items()}
+    return aliased.get(name, _PREFIX + name.upper())
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """``DTORCH_…`` variables of `environ` that set no option → the one that may have been meant, or ""."""
+    known = {v.removeprefix(_PREFIX): v for v in (*(_PREFIX + name.upper() for name in _NAMES), *_ALIASES)}
+    found: dict[str, str] = {}
+    for variable in sorted(v for v in environ if v.startswith(_PREFIX)):
+        name = variable.removeprefix(_PREFIX)
+        if name not in known and variable not in _NOT_OPTIONS and not variable.startswith(_NOT_OPTIONS_PREFIXES):
+            close = difflib.get_close_matches(name, known, 1)
+            found[variable] = known[close[0]] if close else ""
+    return found
+
+
+def unknown_text(variable: str, meant: str) -> str:
+    """One line on a variable that sets nothing."""
+    hint = f"did you mean {meant}?" if meant else "python -m dtorch doctor lists the options"
+    return f"{variable} is set, and dtorch has no such option; {hint}"
+
+
 # Set in an executor: a program that runs there has no pool of its own.
 inside_executor = False
 
@@ -222,6 +291,8 @@ def current() -> Config:
     global _current
     if _current is None:
         _current = from_environ(os.environ)
+        for variable, meant in unknown_variables(os.environ).items():
+            _log.warning(unknown_text(variable, meant))
     return _current
 
 
