@@ -248,7 +248,7 @@ class Tensor(torch.Tensor):
 
     def to_torch(self) -> torch.Tensor:
         """The global value as a plain tensor, whatever the placements; waits."""
-        return moves.fetch(self).get()  # type: ignore[no-any-return]
+        return moves.fetch_now(self)
 
     full_tensor = to_torch
 
@@ -271,7 +271,9 @@ class Tensor(torch.Tensor):
         if not 0 <= rank < spec.mesh.nranks:
             raise ValueError(f"to_local({rank}): the mesh {spec.mesh.describe()} has ranks 0 to {spec.mesh.nranks - 1}")
         source = settled(self)
-        return client().values.fetch(source._ref, source._spec, rank=rank).get()  # type: ignore[no-any-return]
+        c = client()
+        c.waiting.on_block()
+        return c.values.fetch(source._ref, source._spec, rank=rank).get()  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
         return moves.fetch(self).__await__()  # type: ignore[return-value]

@@ -163,7 +163,9 @@ class Graph:
     @staticmethod
     def sync() -> None:
         """Wait until everything issued so far has run."""
-        client().values.sync().get()
+        c = client()
+        c.waiting.on_block()  # as fetch_now() does
+        c.values.sync().get()
 
     @staticmethod
     def sync_future() -> VoidFutureCollect:

@@ -19,7 +19,7 @@ from .copies import FREE, UNTRACKED, Standing, mark, settled, version_of
 from .dispatch import DEFERRED, Operator, OperatorPlan, dispatch, wrap
 from .generators import draw_here, has_generator
 from .indices import INDEXED, by_mask, check_indices, fills, has_mask, positions
-from .moves import fetch, forget, lift, lift_constant, redistribute, replicated
+from .moves import fetch_now, forget, lift, lift_constant, redistribute, replicated
 from .plans import decide, define, make_room, may_move, one_mesh
 from .special import Special, into_plain, on_client
 from .trees import flat, is_proxy, map_call, mapped, tensors_of
@@ -241,7 +241,7 @@ def _with_plain(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], pro
     result = dispatch(None, func, (), args, kwargs)
     for t in plain:
         # Written beside proxies, as found_inf is beside the gradients that a GradScaler unscales.
-        t.copy_(fetch(targets[id(t)]).get())
+        t.copy_(fetch_now(targets[id(t)]))
     return result
 
 

@@ -24,7 +24,7 @@ from .refs import Plan, next_ref, ref_type
 if TYPE_CHECKING:
     from .._tensor import Tensor
 
-__all__ = ["fetch", "known", "lift", "plain_torch", "redistribute", "redistribute_many", "replicated", "to_plain"]
+__all__ = ["fetch", "fetch_now", "known", "lift", "plain_torch", "redistribute", "redistribute_many", "replicated", "to_plain"]
 
 # ref → value that was fetched already, for calls that would fetch it: see known().
 _known: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dtorch_known", default=None)
@@ -136,8 +136,8 @@ def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
     """Several tensors of one mesh to one mesh, in one command: moves of one kind share an exchange."""
     pairs = [(settled(t), target) for t, target in pairs]
     key = tuple((t._spec, target) for t, target in pairs)
+    c = client()  # first: where it is a fresh one, no plan is left
     move = _moves.get(key)
-    c = client()
     if move is None:
         move = _moves[key] = _define(c, key)
     ids = [next_ref() for _ in pairs]
@@ -161,6 +161,15 @@ def fetch(t: Tensor) -> TensorFuture[torch.Tensor]:
         placed = tuple(Replicate() if type(p) is Partial else p for p in spec.placements)
         t = redistribute(t, spec.mesh, placed)
     return client().values.fetch(t._ref, t._spec)
+
+
+def fetch_now(t: Tensor) -> torch.Tensor:
+    """The global value, on the client; waits.
+
+    Where that stops an event loop it is told however soon the value is there: what is refused must not depend on a race.
+    """
+    client().waiting.on_block()
+    return fetch(t).get()
 
 
 def plain_torch() -> AbstractContextManager[Any]:
@@ -187,7 +196,7 @@ def to_plain(value: Any, cls: type) -> Any:
     if type(value) is cls:
         known = _known.get()
         found = known.get(value._ref) if known else None
-        return fetch(value).get() if found is None else found
+        return fetch_now(value) if found is None else found
     if type(value) is list or type(value) is tuple:
         return type(value)(to_plain(v, cls) for v in value)
     return value

@@ -21,7 +21,7 @@ from .command import OVERWRITES
 from .copies import Standing, any_copies, mark, settled, version_of
 from .dispatch import Again, Operator, dispatch, wrap
 from .make import make
-from .moves import fetch, lift, plain_torch, replicated, to_plain
+from .moves import fetch_now, lift, plain_torch, replicated, to_plain
 from .plans import known, one_mesh, remember
 from .strided import as_strided
 from .trees import flat, is_proxy, mapped, tensors_of
@@ -56,7 +56,7 @@ def _conj(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return fetch(args[0]).get().item()
+    return fetch_now(args[0]).item()
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -64,7 +64,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if a.shape != b.shape:
         return False
     same = dispatch(None, torch.ops.aten.eq.Tensor, (), (a, b))
-    return bool(fetch(dispatch(None, torch.ops.aten.all.default, (), (same,))).get().item())
+    return bool(fetch_now(dispatch(None, torch.ops.aten.all.default, (), (same,))).item())
 
 
 def on_client(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -279,6 +279,28 @@ def test_no_warning_outside_a_loop_nor_for_what_is_there(mesh: dtorch.DeviceMesh
     asyncio.run(main())
 
 
+def test_what_asks_and_waits_is_refused_however_soon_its_value_is_there(mesh: dtorch.DeviceMesh) -> None:
+    calls: list[Callable[[torch.Tensor], object]] = [
+        lambda t: t.sum().item(),
+        lambda t: t.to_torch(),
+        lambda t: t.to_local(0),
+        lambda t: repr(t),
+        lambda t: t.nonzero(),
+        lambda t: torch.equal(t, t),
+        lambda t: dtorch.Graph.sync(),
+    ]
+
+    async def main() -> None:
+        t = dtorch.ones(4, device_mesh=mesh, placements=[Replicate()])
+        await t
+        with dtorch.aio.strict():
+            for call in calls * 20:
+                with pytest.raises(dtorch.BlockingCallError):
+                    call(t)
+
+    asyncio.run(main())
+
+
 def test_trio_is_a_loop_too(mesh: dtorch.DeviceMesh) -> None:
     async def main() -> None:
         with pytest.warns(dtorch.BlockingCallWarning, match=r"await t"):
