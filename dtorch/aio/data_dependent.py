@@ -2,8 +2,9 @@
 
 Each takes what torch's function of the same name takes, returns what the blocking call returns (a dtorch tensor on
 the same mesh, differentiable where torch's is), and asks for the values it needs at the call: ``await`` may come
-later, and writes to the tensors after the call do not show. What torch then computes of large values runs in a helper
-thread, so that the loop goes on meanwhile.
+later, and writes to the tensors after the call do not show. Only a `t` that stays where it lies, as :func:`index` and
+:func:`repeat_interleave` say, is read when the values of the other arguments are there. What torch then computes of
+large values runs in a helper thread, so that the loop goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -99,29 +100,38 @@ def _is_mask(t: Any) -> bool:
     return isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8)
 
 
-async def item(t: torch.Tensor) -> Any:
+def item(t: torch.Tensor) -> Coroutine[Any, Any, Any]:
     """The value of a one-element tensor, as a Python number."""
     if t.numel() != 1:
         raise RuntimeError(f"a Tensor with {t.numel()} elements cannot be converted to Scalar")
-    return (await _plain(t)).item()
+    return _then(_plain(t), torch.Tensor.item)
 
 
-async def tolist(t: torch.Tensor) -> Any:
+def tolist(t: torch.Tensor) -> Coroutine[Any, Any, Any]:
     """The values as nested lists."""
-    return (await _plain(t)).tolist()
+    return _then(_plain(t), torch.Tensor.tolist)
 
 
-async def numpy(t: torch.Tensor, *, force: bool = False) -> Any:
+def numpy(t: torch.Tensor, *, force: bool = False) -> Coroutine[Any, Any, Any]:
     """The values as a read-only numpy array."""
     if t.requires_grad and not force:
         raise RuntimeError("numpy() of a tensor that requires grad.\n  Write:  dtorch.aio.numpy(t.detach())")
-    array = (await _plain(t)).numpy()
+    return _then(_plain(t), _read_only)
+
+
+def _read_only(value: torch.Tensor) -> Any:
+    array = value.numpy()
     array.flags.writeable = False
     return array
 
 
-async def _plain(t: torch.Tensor) -> torch.Tensor:
-    return await moves.fetch(t) if isinstance(t, Tensor) else t.detach()
+def _plain(t: torch.Tensor) -> TensorFuture[torch.Tensor] | torch.Tensor:
+    """The value of `t`, asked for now."""
+    return moves.fetch(t) if isinstance(t, Tensor) else t.detach()
+
+
+async def _then(asked: TensorFuture[torch.Tensor] | torch.Tensor, make: Callable[[torch.Tensor], T]) -> T:
+    return make(await asked if isinstance(asked, TensorFuture) else asked)
 
 
 def nonzero(t: torch.Tensor, *, as_tuple: bool = False) -> Coroutine[Any, Any, Any]:
@@ -150,14 +160,27 @@ def masked_select(t: torch.Tensor, mask: torch.Tensor) -> Coroutine[Any, Any, to
     return _now(torch.masked_select, t, mask)
 
 
-async def index(t: torch.Tensor, key: Any) -> torch.Tensor:
+def index(t: torch.Tensor, key: Any) -> Coroutine[Any, Any, torch.Tensor]:
     """``t[key]`` where masks are among `key`: they are awaited, and `t` stays where it lies."""
-    return t[await _positions(key)]
+    return _index(t, *_asked_masks(key))
 
 
-async def index_put_(t: torch.Tensor, key: Any, value: Any, accumulate: bool = False) -> torch.Tensor:
-    """``t[key] = value``, or ``t[key] += value`` with `accumulate`, where masks are among `key`; returns `t`."""
-    key = await _positions(key)
+async def _index(t: torch.Tensor, key: Any, masks: list[TensorFuture[torch.Tensor]]) -> torch.Tensor:
+    return t[await _positions(key, masks)]
+
+
+def index_put_(t: torch.Tensor, key: Any, value: Any, accumulate: bool = False) -> Coroutine[Any, Any, torch.Tensor]:
+    """``t[key] = value``, or ``t[key] += value`` with `accumulate`, where masks are among `key`; returns `t`.
+
+    It writes when the masks are there.
+    """
+    return _index_put(t, *_asked_masks(key), value, accumulate)
+
+
+async def _index_put(
+    t: torch.Tensor, key: Any, masks: list[TensorFuture[torch.Tensor]], value: Any, accumulate: bool
+) -> torch.Tensor:
+    key = await _positions(key, masks)
     if not accumulate:
         t[key] = value
         return t
@@ -165,10 +188,16 @@ async def index_put_(t: torch.Tensor, key: Any, value: Any, accumulate: bool = F
     return t.index_put_(key if isinstance(key, tuple) else (key,), value, accumulate=True)
 
 
-async def _positions(key: Any) -> Any:
+def _asked_masks(key: Any) -> tuple[Any, list[TensorFuture[torch.Tensor]]]:
+    """`key`, and the values of its masks, asked for now."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return key, [moves.fetch(p) for p in parts if _is_mask(p)]
+
+
+async def _positions(key: Any, masks: list[TensorFuture[torch.Tensor]]) -> Any:
     """`key` with the values of its masks in their place."""
     parts = key if isinstance(key, tuple) else (key,)
-    values = await gather(*(p for p in parts if _is_mask(p)))
+    values = await gather(*masks)
     found = tuple(values.pop(0) if _is_mask(p) else p for p in parts)
     return found if isinstance(key, tuple) else found[0]
 
@@ -205,36 +234,40 @@ def histogramdd(t: torch.Tensor, bins: Any, **options: Any) -> Coroutine[Any, An
     return call(torch.histogramdd, t, bins, **options)
 
 
-async def repeat_interleave(
+def repeat_interleave(
     t: torch.Tensor, repeats: torch.Tensor | int, dim: int | None = None, *, output_size: int | None = None
-) -> torch.Tensor:
+) -> Coroutine[Any, Any, torch.Tensor]:
     """Every element, or with `dim` every slice, as often as `repeats` says; `t` stays where it lies."""
-    if isinstance(repeats, Tensor):
-        repeats = await repeats
-    return torch.repeat_interleave(t, repeats, dim, output_size=output_size)
+    if not isinstance(repeats, Tensor):
+        return _result(torch.repeat_interleave(t, repeats, dim, output_size=output_size))  # pyright: ignore
+    return _then(moves.fetch(repeats), lambda n: torch.repeat_interleave(t, n, dim, output_size=output_size))
 
 
-async def one_hot(t: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+def one_hot(t: torch.Tensor, num_classes: int = -1) -> Coroutine[Any, Any, torch.Tensor]:
     """One-hot vectors; where `num_classes` is left out it is one more than the largest number."""
-    if num_classes < 0:
-        if not t.numel():
-            raise RuntimeError("Class values of an empty tensor are not known; give num_classes")
-        lowest, highest = await gather(t.min(), t.max())
-        if lowest < 0:
-            raise RuntimeError("Class values must be non-negative.")
-        num_classes = int(highest) + 1
-    return torch.nn.functional.one_hot(t, num_classes)
+    if num_classes >= 0:
+        return _result(torch.nn.functional.one_hot(t, num_classes))
+    if not t.numel():
+        raise RuntimeError("Class values of an empty tensor are not known; give num_classes")
+    return _one_hot(t.clone(), _plain(t.min()), _plain(t.max()))
 
 
-async def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+async def _one_hot(t: torch.Tensor, lowest: Any, highest: Any) -> torch.Tensor:
+    lowest, highest = await gather(lowest, highest)
+    if lowest < 0:
+        raise RuntimeError("Class values must be non-negative.")
+    return torch.nn.functional.one_hot(t, int(highest) + 1)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> Coroutine[Any, Any, bool]:
     """Whether both have the same shape and values; compared where they lie."""
     if a.shape != b.shape:
-        return False
-    return bool(await _plain((a == b).all()))
+        return _result(False)
+    return _then(_plain((a == b).all()), bool)
 
 
-async def allclose(
+def allclose(
     a: torch.Tensor, b: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> bool:
+) -> Coroutine[Any, Any, bool]:
     """Whether all values of both are close; compared where they lie."""
-    return bool(await _plain(torch.isclose(a, b, rtol, atol, equal_nan).all()))
+    return _then(_plain(torch.isclose(a, b, rtol, atol, equal_nan).all()), bool)

@@ -258,6 +258,34 @@ def test_values_are_those_of_the_moment_of_the_call(mesh: dtorch.DeviceMesh, loo
     on(loop, main)
 
 
+@LOOPS
+def test_every_form_asks_at_the_call(loop: str) -> None:
+    async def main() -> None:
+        numbers, mask, v = dtorch.tensor([1, 2]), dtorch.tensor([True, False]), dtorch.tensor([5.0, 6.0])
+        one = dtorch.tensor([3])
+        asked = [
+            aio.item(one),
+            aio.tolist(numbers),
+            aio.numpy(numbers),
+            aio.one_hot(one),
+            aio.equal(one, dtorch.tensor([3])),
+            aio.allclose(v, dtorch.tensor([5.0, 6.0])),
+            aio.index(v.clone(), mask),
+            aio.repeat_interleave(v.clone(), numbers),
+        ]
+        written = dtorch.zeros(2)
+        put = aio.index_put_(written, mask, 7.0)
+        for t in (numbers, mask, v, one):
+            t.zero_()
+        got = [await form for form in asked]
+        assert got[0] == 3 and got[1] == [1, 2] and got[2].tolist() == [1, 2] and got[4:6] == [True, True]
+        values = [(await got[i]).tolist() for i in (3, 6, 7)]
+        assert values == [[[0, 0, 0, 1]], [5.0], [5.0, 6.0, 6.0]]
+        assert await put is written and (await written).tolist() == [7.0, 0.0]
+
+    on(loop, main)
+
+
 def test_masked_select_is_differentiable(mesh: dtorch.DeviceMesh) -> None:
     async def main() -> None:
         for n in (5, 5000):  # in the loop's thread, and in a helper's
