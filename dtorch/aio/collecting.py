@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ import anyio
 from .._tensor import Tensor
 from ..future import TensorFuture
 from ..runtime import modes, moves
+from .tasks import is_cancellation
 
 __all__ = ["as_completed", "gather"]
 
@@ -27,11 +29,19 @@ async def gather(*things: Any, return_exceptions: bool = False) -> list[Any]:
     Args:
         things: dtorch tensors, their futures, coroutines and awaitables, mixed as you like. What is anything else, a
             plain tensor or a number, say, is its own value.
-        return_exceptions: errors stand among the values instead of being raised.
+        return_exceptions: errors stand among the values instead of being raised, ``CancelledError`` included where
+            an awaitable was cancelled by itself or by others.
 
     Raises:
+        TypeError: one of `things` is a generator.
         BaseException: the error of the first that fails. Awaitables still running are cancelled then.
     """
+    for i, thing in enumerate(things):
+        if isinstance(thing, Generator) and not _awaitable(thing):
+            raise TypeError(
+                f"gather() takes values one by one, and number {i} is a generator of some.\n"
+                "  Write:  await dtorch.aio.gather(*generator)"
+            )
     values: list[Any] = [_asked(thing) for thing in things]
     futures = [v for v in values if isinstance(v, TensorFuture)]
     running = [i for i, v in enumerate(values) if not isinstance(v, TensorFuture) and _awaitable(v)]
@@ -48,6 +58,9 @@ def as_completed(*things: Any) -> AsyncIterator[tuple[int, Any]]:
         async for i, loss in dtorch.aio.as_completed(*losses): ...
 
     One that failed raises from its turn; whoever catches that may go on with the others by iterating on.
+
+    A tensor is asked for here, and executors run what was issued in its order: one that was made before long work
+    arrives after that work. Where it is to come first, ask for it before: ``t.to_torch_async()`` gives a future.
 
     Args:
         things: dtorch tensors and their futures, or one iterable of these. A coroutine is no such thing: start tasks.
@@ -113,14 +126,19 @@ async def _run(
     """Await the awaitables among `values` in tasks, in place, and `futures` beside them."""
     failure: list[BaseException] = []
 
-    async def one(i: int) -> None:
+    async def one(places: list[int]) -> None:
         try:
-            values[i] = await modes.carry(values[i], wanted)
-        except Exception as error:
-            if not return_exceptions:
+            value = await modes.carry(values[places[0]], wanted)
+        except BaseException as error:
+            group_of_such = isinstance(error, BaseExceptionGroup) and not isinstance(error, Exception)
+            if is_cancellation(error) or group_of_such or isinstance(error, GeneratorExit):
+                raise  # of this task, not of what it awaits
+            value = error
+            if not return_exceptions or not isinstance(error, (Exception, asyncio.CancelledError)):
                 failure.append(error)
                 group.cancel_scope.cancel()
-            values[i] = error
+        for i in places:
+            values[i] = value
 
     async def rest() -> None:
         try:
@@ -129,13 +147,17 @@ async def _run(
             failure.append(error)
             group.cancel_scope.cancel()
 
+    # One that is given twice is awaited once.
+    places: dict[int, list[int]] = {}
+    for i in running:
+        places.setdefault(id(values[i]), []).append(i)
     # Each awaitable runs under the modes of the caller, as it would if it were awaited right here.
     wanted = modes.current()
     suspended = modes.suspend()
     try:
         async with anyio.create_task_group() as group:
-            for i in running:
-                group.start_soon(one, i)
+            for where in places.values():
+                group.start_soon(one, where)
             group.start_soon(rest)
     finally:
         modes.resume(suspended)
