@@ -26,6 +26,7 @@ _NAMES: dict[str, str] = {
         [
             "BlockingCallError",
             "BlockingCallWarning",
+            "CheckpointError",
             "ConfigError",
             "DeviceMeshError",
             "DtorchError",
@@ -41,6 +42,7 @@ _NAMES: dict[str, str] = {
     ),
     "TensorSpec": "spec",
     "register_sharding": "sharding.register",
+    **dict.fromkeys(["load", "save"], "checkpoint.api"),
     "Tensor": "_tensor",
     "DTensor": "distributed.tensor",
     **dict.fromkeys(["TensorFuture", "VoidFutureCollect"], "future"),

@@ -46,6 +46,7 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(["Pressure", "backlog", "in_flight", "ready_to_send"], "pressure"),
     **dict.fromkeys(["Batched", "batched"], "batching"),
     "prefetch": "prefetching",
+    **dict.fromkeys(["load", "save"], "checkpoints"),
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from ..runtime.command import (
 )
 from ..runtime.shared import DONE, SharedState
 from . import operators, redistribution
+from .checkpoints import Checkpoints
 from .compiler import compile_call, compile_plan, same_draw, same_stride
 from .device import CPU, Device
 from .failing import Failing, PeerFailedError
@@ -81,6 +82,7 @@ class Interpreter:
         )
         self.failed = self.failing.failed
         self.words, self.ints, self.doubles = state.ring_words, state.ring_ints, state.ring_doubles
+        checkpoints = Checkpoints(index, state, self.store, self.plans, self.mine, self.device, self.failing)
         self._handlers: dict[type, Callable[[Any], None]] = {
             DefineMesh: self._mesh,
             DefineOperator: operators.define,
@@ -98,6 +100,7 @@ class Interpreter:
             ClearErrors: self.failing.clear,
             Renew: self.failing.renew,
             Settle: self.failing.settle,
+            **checkpoints.handlers,
         }
 
     # -- records ------------------------------------------------------------------------------------------------

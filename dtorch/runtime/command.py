@@ -38,6 +38,7 @@ __all__ = [
     "WRAP",
     "CallPlan",
     "Cause",
+    "CheckpointPlan",
     "ClearErrors",
     "DefineMesh",
     "DefineOperator",
@@ -47,6 +48,7 @@ __all__ = [
     "FetchFailed",
     "FetchPlan",
     "In",
+    "LoadTensors",
     "LocalCall",
     "MakeLocals",
     "NumberIn",
@@ -55,6 +57,8 @@ __all__ = [
     "RedistributePlan",
     "Renew",
     "Reply",
+    "SavePieces",
+    "SaveState",
     "Seed",
     "SendRandom",
     "Settle",
@@ -312,6 +316,60 @@ class Renew:
     ref: int
     mesh: int
     layouts: tuple[OutLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The plan whose records end a save or a load: words are its number, the slot's word index and generation."""
+
+    plan: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """A save begins.
+
+    Attributes:
+        token: its number.
+        executors: who has part in it; the first is the root, which puts the checkpoint in its place.
+        kind: "safetensors", "dcp" or "torch".
+        staged, target: the directory to write to, and what it is to replace.
+        is_directory: whether the target is one; else it is the file of its name in `staged`.
+        tree: the structure of the state (`checkpoint.tree`).
+        layouts: of "safetensors", each file's layout and the numbers of the pieces in it, in order.
+        tensors, pieces: of "dcp", dtype and shape of every tensor, and all pieces.
+        text: the call as shown in errors.
+    """
+
+    token: int
+    executors: tuple[int, ...]
+    kind: str
+    staged: str
+    target: str
+    is_directory: bool
+    tree: Any
+    layouts: tuple[tuple[Any, tuple[int, ...]], ...]
+    tensors: dict[str, tuple[Any, tuple[int, ...]]]
+    pieces: tuple[Any, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavePieces:
+    """Executor → the pieces that it writes now (`checkpoint.pieces`)."""
+
+    token: int
+    pieces: dict[int, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTensors:
+    """What `executors` are to read of a checkpoint when the load's record comes (`checkpoint.pieces`)."""
+
+    token: int
+    executors: tuple[int, ...]
+    wanted: tuple[Any, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,15 +61,18 @@ class ReplyWriter(_ReplyEnd):
     def __init__(self, fd: int, *, full: Callable[[], object] = _nothing) -> None:
         super().__init__(fd)
         self._full = full
+        # Held for a whole message. Re-entrant: what is collected meanwhile may have something to say as well.
+        self._sending = threading.RLock()
         self._head = self._words[_REPLY_WRITE]
         self._piece = 8 * (self._capacity // 2 - 1)
 
     def send(self, payload: bytes) -> None:
         """Publish one message of any length; waits for the client where it does not fit in what is free."""
         view, piece = memoryview(payload), self._piece
-        for start in range(0, len(payload) or 1, piece):
-            part = view[start : start + piece]
-            self._send_piece(part, start + piece < len(payload))
+        with self._sending:
+            for start in range(0, len(payload) or 1, piece):
+                part = view[start : start + piece]
+                self._send_piece(part, start + piece < len(payload))
 
     def _send_piece(self, part: memoryview, more: bool) -> None:
         nwords = 1 + (len(part) + 7 >> 3)
