@@ -7,7 +7,9 @@ and any event loop. A future that is dropped before its value came is told to it
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import weakref
@@ -62,7 +64,7 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         self._value: T | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._callbacks: list[Callable[[Any], object]] | None = None
+        self._callbacks: list[tuple[Callable[[Any], object], asyncio.AbstractEventLoop | None]] | None = None
         # Who will call back; a loop that has ended is none any longer, but may still be here.
         self._watchers: weakref.WeakSet[Watcher] | None = None
 
@@ -122,15 +124,29 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call ``fn(self)`` once the value or its error is there; at once if it is.
 
-        It is called from the asyncio loop that runs now, else from a helper thread, or from whichever thread fetches
-        the value first. What it raises is logged.
+        It is called from the asyncio loop that runs now, as long as that runs, else from a helper thread, or from
+        whichever thread fetches the value first. What it raises is logged.
         """
-        if not self._remember(fn):
+        if not self._remember(fn, asyncio._get_running_loop()):
             self._call(fn)
         elif self._is_done():
             self._settle()
         else:
             self._watch(self._waiting.watcher())
+
+    def remove_done_callback(self, fn: Callable[[Any], object]) -> int:
+        """Do not call `fn`; how often it would have been called. With this ``asyncio.wait`` takes the future too."""
+        with self._lock:
+            kept = [c for c in self._callbacks or () if c[0] != fn]
+            removed = len(self._callbacks or ()) - len(kept)
+            self._callbacks = kept or None
+        return removed
+
+    def __copy__(self) -> TensorFuture[T]:
+        return self  # two would free one value twice
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a future is of its process: it can be neither pickled nor copied.\n  Write:  await future")
 
     def __await__(self) -> Generator[Any, Any, T]:
         if not self._settled:
@@ -155,14 +171,14 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         elif not self._told and getattr(self, "_error", None) is not None:
             _log.error("a future was dropped whose error nobody asked for", exc_info=self._error)
 
-    def _remember(self, fn: Callable[[Any], object]) -> bool:
-        """Whether `fn` will be called when the value is fetched; ``False``: it has been."""
+    def _remember(self, fn: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None = None) -> bool:
+        """Whether `fn` will be called when the value is fetched, in `loop` while it runs; ``False``: it has been."""
         with self._lock:
             if self._settled:
                 return False
             if self._callbacks is None:
                 self._callbacks = []
-            self._callbacks.append(fn)
+            self._callbacks.append((fn, loop))
             return True
 
     def _watch(self, watcher: Watcher) -> None:
@@ -205,7 +221,11 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
             # What they refer to (tickets, blocks, proxies) is not needed any longer.
             self._is_done, self._on_abandon = _yes, _nothing
             callbacks, self._callbacks = self._callbacks, None
-        for fn in callbacks or ():
+        for fn, loop in callbacks or ():
+            if loop is not None and loop is not asyncio._get_running_loop() and loop.is_running():
+                with contextlib.suppress(RuntimeError):  # it has just been closed
+                    loop.call_soon_threadsafe(self._call, fn)
+                    continue
             self._call(fn)
 
     def _call(self, fn: Callable[[Any], object]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
 
 import anyio
@@ -33,6 +35,8 @@ class AsyncioHub:
         self.closed = False
         self._waiting = waiting
         self._pending: dict[asyncio.Future[None], Ready] = {}
+        self._watched: dict[asyncio.Future[None], Callable[[], None]] = {}
+        self._guard: AsyncGenerator[None, None] | None = None  # while anything is watched
         self._passing = self._announcing = False
         self._linger = Linger(0)  # counts passes, not time
         self._epoll = waiting.epoll()
@@ -96,11 +100,30 @@ class AsyncioHub:
 
     def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
         self._announce()
+        if self._guard is None:
+            self._guard = _until_the_loop_ends(weakref.WeakMethod(self._hand_over))
+            with contextlib.suppress(StopIteration):  # it has begun: the loop knows of it
+                anext(self._guard).send(None)
         future = self._add(ready)
-        future.add_done_callback(lambda _: callback())
+        self._watched[future] = callback
+        future.add_done_callback(self._call_back)
         if ready():
             self._remove(future)
             future.set_result(None)
+
+    def _call_back(self, future: asyncio.Future[None]) -> None:
+        callback = self._watched.pop(future, None)
+        if callback is not None:
+            callback()
+
+    def _hand_over(self) -> None:
+        """The loop is about to end: what is still watched goes to the helper thread."""
+        for future, callback in list(self._watched.items()):
+            ready = self._pending.get(future)
+            if ready is not None:
+                del self._watched[future]
+                self._remove(future)
+                self._waiting.helper.watch(ready, callback)
 
     def _add(self, ready: Ready) -> asyncio.Future[None]:
         future = self.loop.create_future()
@@ -147,8 +170,20 @@ class AsyncioHub:
 
     def _close(self) -> None:
         self.closed = True
+        if self._guard is not None:
+            with contextlib.suppress(StopIteration):
+                self._guard.aclose().send(None)
         self.loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
+
+
+async def _until_the_loop_ends(call: weakref.WeakMethod[Callable[[], None]]) -> AsyncGenerator[None, None]:
+    """What calls back when the loop that it was begun in closes its asynchronous generators, as at its end."""
+    try:
+        yield
+    finally:
+        if (method := call()) is not None:
+            method()
 
 
 class _Waiter:

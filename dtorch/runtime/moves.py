@@ -24,7 +24,17 @@ from .refs import Plan, next_ref, ref_type
 if TYPE_CHECKING:
     from .._tensor import Tensor
 
-__all__ = ["fetch", "fetch_now", "known", "lift", "plain_torch", "redistribute", "redistribute_many", "replicated", "to_plain"]
+__all__ = [
+    "fetch",
+    "fetch_now",
+    "known",
+    "lift",
+    "plain_torch",
+    "redistribute",
+    "redistribute_many",
+    "replicated",
+    "to_plain",
+]
 
 # ref → value that was fetched already, for calls that would fetch it: see known().
 _known: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dtorch_known", default=None)
@@ -166,7 +176,7 @@ def fetch(t: Tensor) -> TensorFuture[torch.Tensor]:
 def fetch_now(t: Tensor) -> torch.Tensor:
     """The global value, on the client; waits.
 
-    Where that stops an event loop it is told however soon the value is there: what is refused must not depend on a race.
+    Where that stops an event loop it is told however soon the value is there: whether it is must not depend on a race.
     """
     client().waiting.on_block()
     return fetch(t).get()

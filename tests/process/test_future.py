@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import gc
 import logging
+import pickle
 import threading
 import time
 import traceback
@@ -15,6 +17,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+import uvloop
 
 from dtorch.future import TensorFuture, VoidFutureCollect
 from dtorch.runtime import modes
@@ -262,6 +265,67 @@ def test_a_loop_that_ends_takes_no_callbacks_with_it(pool: EchoPool, ask: str) -
         called = threading.Event()
         future.add_done_callback(lambda f: called.set())
         assert called.wait(10)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_loop_that_ends_leaves_its_callbacks_to_a_thread(pool: EchoPool, new_loop: Any) -> None:
+    """Nobody asks again: the callback comes all the same, once."""
+    future, called = pool.future(HOLD), threading.Event()
+    calls: list[Any] = []
+
+    async def main() -> None:
+        future.add_done_callback(lambda f: (calls.append(f.get()), called.set()))
+        await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+    pool.release()
+    assert called.wait(10)
+    time.sleep(0.05)
+    assert calls == ["value"]
+
+
+def test_asyncio_wait_takes_a_future(pool: EchoPool) -> None:
+    async def main() -> None:
+        first, second = pool.future(100, lambda: "first"), pool.future(HOLD)
+        done, left = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {first} and left == {second}
+        assert (await asyncio.wait([second], timeout=0.01)) == (set(), {second})
+        # Another thread fetches it: this loop is told in its own.
+        fetching = asyncio.get_running_loop().run_in_executor(None, second.get)
+        pool.release()
+        done, left = await asyncio.wait_for(asyncio.wait([first, second]), 10)
+        assert done == {first, second} and not left and await fetching == "value"
+        assert second.remove_done_callback(print) == 0
+
+    asyncio.run(main(), debug=True)
+
+
+def test_callbacks_come_in_the_loop_that_asked(pool: EchoPool) -> None:
+    threads: list[int] = []
+
+    async def main() -> None:
+        future = pool.future(HOLD)
+        removed, kept = threads.append, lambda f: threads.append(threading.get_ident())
+        for callback in (removed, kept, removed):
+            future.add_done_callback(callback)
+        assert future.remove_done_callback(removed) == 2
+        getting = asyncio.get_running_loop().run_in_executor(None, future.get)
+        pool.release()
+        await getting
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert threads == [threading.get_ident()]
+
+
+def test_a_future_is_neither_pickled_nor_copied(pool: EchoPool) -> None:
+    for future in (pool.future(HOLD), pool.future(0)):
+        assert copy.copy(future) is future
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="Write:  await future"):
+                copied(future)
+    pool.release()
 
 
 def test_concurrent_futures_count_each_future_once_whoever_fetches_it(pool: EchoPool) -> None:
