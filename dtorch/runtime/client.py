@@ -381,7 +381,10 @@ class Client:
             on_block()
 
     def over_bound(self) -> bool:
-        """Whether more commands are in flight than this context allows. Executors that lag are woken then."""
+        """Whether more is in flight than this context allows, commands or uploads. Executors that lag are woken."""
+        if self.values.uploads_lag():
+            self.writer.wake(self.writer.readers, sync=True)
+            return True
         bound = in_flight.get()
         if bound is None or bound > self.config.run_ahead_soft:
             bound = self.config.run_ahead_soft

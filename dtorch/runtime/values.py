@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import RunAheadError
 from ..future import TensorFuture, VoidFutureCollect
 from ..mesh import DeviceMesh
 from ..placement import Replicate
 from ..spec import TensorSpec, contiguous_stride
+from .arena import Block
 from .command import FetchPlan, UploadPlan
 from .refs import Plan, Ref, next_ref, ref_type
+from .shared import DEAD
 from .slots import Ticket
+from .waiting import in_event_loop
 
 if TYPE_CHECKING:
     from .client import Client
@@ -33,7 +38,11 @@ class Values:
         self._piecewise: dict[TensorSpec, Plan] = {}
         self._fetches: dict[Any, _FetchPlan] = {}
         # (place in the ring, block) of uploads that some executor may not have taken yet, oldest first
-        self._in_upload: deque[tuple[int, Any]] = deque()
+        self._in_upload: deque[tuple[int, Block]] = deque()
+        self._upload_lock = threading.Lock()
+        # Bytes of those blocks; some of the arena is left for results, which relieve it.
+        self._upload_bytes = 0
+        self._upload_limit = client.arena.limit // 8 * 7
 
     # -- values in ----------------------------------------------------------------------------------------------
 
@@ -47,7 +56,7 @@ class Values:
             plan = self._define_upload(spec)
         if spec.numel == 0:
             return self._send(plan, spec, None)
-        block = self._block(spec.numel, spec.dtype)
+        block = self._block(spec.numel * spec.dtype.itemsize, upload=True)
         stride = contiguous_stride(spec.shape)
         self._client.arena.view(block, spec.dtype, spec.shape, stride).copy_(value.detach())
         return self._send(plan, spec, block)
@@ -60,22 +69,68 @@ class Values:
         counts = [p.numel() for p in pieces]
         if not any(counts):
             return self._send(plan, spec, None)
-        block = self._block(sum(counts), spec.dtype)
+        block = self._block(sum(counts) * spec.dtype.itemsize, upload=True)
         flat = self._client.arena.view(block, spec.dtype, (sum(counts),), (1,))
         for to, piece in zip(flat.split(counts), pieces, strict=True):
             to.view(piece.shape).copy_(piece.detach())
         return self._send(plan, spec, block)
 
-    def _block(self, numel: int, dtype: torch.dtype) -> Any:
-        self.reclaim()
-        return self._client.arena.alloc(numel * dtype.itemsize)
+    def _block(self, nbytes: int, *, upload: bool) -> Block:
+        """A block of the arena; where uploads that are on their way fill it, executors are given time to take them.
 
-    def _send(self, plan: Plan, spec: TensorSpec, block: Any) -> Ref:
+        Raises:
+            MemoryError: results that the program holds fill it, or `nbytes` are more than it can hold.
+            RunAheadError: uploads fill it, and an event loop runs here.
+            PoolError: the pool died meanwhile.
+        """
+        self.reclaim()
+        client = self._client
+        while True:
+            if upload and self._upload_bytes + nbytes > self._upload_limit and self._wait_for_room():
+                continue
+            try:
+                return client.arena.alloc(nbytes)
+            except MemoryError:
+                if nbytes > client.arena.limit or not self._wait_for_room():
+                    raise
+
+    def _wait_for_room(self) -> bool:
+        """Wait until executors have given back something of the arena; False where nothing is on its way."""
+        client = self._client
+        client.check()
+        # Results that nobody waits for any longer lie there until they have come.
+        tombstones = client.slots.sweep()
+        try:
+            place, _ = self._in_upload[0]
+        except IndexError:
+            if not tombstones:
+                return False
+            place = -1
+        if in_event_loop():
+            raise RunAheadError(
+                f"{self._upload_bytes:,} bytes of uploads are on their way and fill the arena of "
+                f"{client.arena.limit:,}, inside a running event loop.\n"
+                "  Write:  await dtorch.aio.ready_to_send()  before each upload, or take batches from "
+                "dtorch.aio.prefetch(…)"
+            )
+
+        def has_moved() -> bool:
+            if client.closed or client.control[DEAD]:
+                return True
+            return self._taken() > place if place >= 0 else client.slots.sweep() < tombstones
+
+        client.waiting.wait_thread(has_moved)
+        self.reclaim()
+        return True
+
+    def _send(self, plan: Plan, spec: TensorSpec, block: Block | None) -> Ref:
         """Issue an upload of what lies in `block`, or of nothing."""
         ref = ref_type(spec)(next_ref())
         at = self._client.issue(plan, (ref, 0 if block is None else block.offset))
         if block is not None:
-            self._in_upload.append((at, block))
+            with self._upload_lock:
+                self._in_upload.append((at, block))
+                self._upload_bytes += block.capacity
         return ref
 
     def _define_upload(self, spec: TensorSpec, pieces: tuple[tuple[int, ...], ...] | None = None) -> Plan:
@@ -93,7 +148,7 @@ class Values:
         self._client.send(
             UploadPlan(plan.id, mesh, shape, contiguous_stride(shape), spec.dtype, regions, strides, pieces)
         )
-        self._client.pool.name_plan(plan.id, f"an upload of {spec.describe()}")
+        self._client.pool.name_plan(plan.id, f"an upload of {spec.describe()}", mesh)
         (self._uploads if pieces is None else self._piecewise)[spec] = plan
         return plan
 
@@ -102,17 +157,25 @@ class Values:
         pending = self._in_upload
         if not pending:
             return
+        taken = self._taken()
+        with self._upload_lock:
+            while pending and pending[0][0] < taken:
+                _, block = pending.popleft()
+                self._upload_bytes -= block.capacity
+                self._client.arena.free(block)
+
+    def _taken(self) -> int:
+        """Place in the ring before which every executor has taken all uploads."""
         control = self._client.control
-        slowest = min((control[word] for word in self._client.consumed), default=0)
-        while pending:
-            try:
-                at, block = pending.popleft()
-            except IndexError:
-                return
-            if at >= slowest:
-                pending.appendleft((at, block))
-                return
-            self._client.arena.free(block)
+        return min((control[word] for word in self._client.consumed), default=0)
+
+    def uploads_lag(self) -> bool:
+        """Whether uploads that are on their way fill more than half of the arena."""
+        half = self._client.arena.limit // 2
+        if self._upload_bytes <= half:
+            return False
+        self.reclaim()
+        return self._upload_bytes > half
 
     # -- values out ---------------------------------------------------------------------------------------------
 
@@ -149,18 +212,17 @@ class Values:
         plan = _FetchPlan(self._client.plan_id(), executors, shape, stride, spec.dtype, data)
         self._client.send(FetchPlan(plan.id, mesh, shape, stride, spec.dtype, ranks, regions, data))
         self._client.pool.name_plan(
-            plan.id, f"a fetch of {spec.describe()}" if data else f"a look at {spec.describe()}"
+            plan.id, f"a fetch of {spec.describe()}" if data else f"a look at {spec.describe()}", mesh
         )
         self._fetches[spec, data, rank] = plan
         return plan
 
     def _future(self, plan: _FetchPlan, ref: Ref) -> TensorFuture[Any]:
-        self.reclaim()
         client = self._client
-        block = client.arena.alloc(plan.nbytes) if plan.nbytes else None
+        block = self._block(plan.nbytes, upload=False) if plan.nbytes else None
         ticket = client.slots.take(plan.executors)
         fetch = _Fetch(client, plan, block, ticket)
-        client.issue(plan, (ref, fetch.base, ticket.generation, block.offset if block else 0))
+        fetch.at = client.issue(plan, (ref, fetch.base, ticket.generation, block.offset if block else 0))
         if not client.waiting.crowded():
             client.writer.wake(plan.executors, sync=True)
         return TensorFuture(fetch.is_done, fetch.resolve, client.waiting, fetch.abandon)
@@ -179,7 +241,7 @@ class Values:
                 self._fetches["sync", e] = plan
             ref = self.upload(torch.empty_strided((), ()), TensorSpec.of((), (), torch.float32, mesh, (Replicate(),)))
             spec_futures.append(self._future(plan, ref))
-        return VoidFutureCollect(spec_futures)
+        return VoidFutureCollect(spec_futures, self._client.waiting)  # of no executors yet: done
 
 
 class _FetchPlan(Plan):
@@ -204,14 +266,26 @@ class _FetchPlan(Plan):
 class _Fetch:
     """One value on its way to the client."""
 
-    __slots__ = ("base", "block", "client", "plan", "ticket")
+    __slots__ = ("at", "base", "block", "client", "plan", "ticket")
 
-    def __init__(self, client: Client, plan: _FetchPlan, block: Any, ticket: Ticket) -> None:
+    def __init__(self, client: Client, plan: _FetchPlan, block: Block | None, ticket: Ticket) -> None:
         self.client, self.plan, self.block, self.ticket = client, plan, block, ticket
         self.base = client.state.slot_word(ticket.slot, 0)
+        self.at = 0  # its place in the ring, once it is issued
 
     def is_done(self) -> bool:
         return self.ticket.is_done() or self.client.closed
+
+    def waited_for(self) -> str:
+        """What is on its way, from where, and what is done there meanwhile."""
+        plan, client = self.plan, self.client
+        what = f"{str(plan.dtype).removeprefix('torch.')}{list(plan.shape)}"
+        site = client.failures.site(self.at)
+        said = [f"{what}, asked for at {site}" if site else what]
+        for e in self.ticket.unanswered():
+            doing = client.pool.doing(e)
+            said.append(f"executor {e} has not answered" + (f", it is at {doing}" if doing else ""))
+        return "; ".join(said)
 
     def resolve(self) -> torch.Tensor | None:
         client, ticket, plan = self.client, self.ticket, self.plan
