@@ -31,9 +31,15 @@ def shutdown() -> None:
 
 
 def restart() -> None:
-    """End all executors, if any run, and start a fresh pool; after a death, the way to go on."""
-    _client.close()
-    _client.client().start(1)
+    """End all executors, if any run, start a fresh pool and run the hooks of :func:`dtorch.on_restart`.
+
+    After a death, the way to go on. In a running event loop hooks run as a task; ``await dtorch.aio.recovered()``
+    waits for them.
+
+    Raises:
+        PoolError: the pool could not start, or a hook has failed.
+    """
+    _client.restart()
 
 
 def clear_errors() -> None:

@@ -9,7 +9,8 @@
     ├── OverloadedError (RuntimeError)    a bounded queue is full: come again later
     ├── BlockingCallError (RuntimeError)  a call would stop a running event loop (strict mode only)
     ├── PoolError (RuntimeError)          the pool cannot start, or is closed
-    │   └── ExecutorDiedError             an executor process ended while it was needed
+    │   ├── ExecutorDiedError             an executor process ended while it was needed
+    │   └── PoolRestartingError           a fresh pool is on its way: come again in a moment
     ├── TensorLostError (RuntimeError)    the values of a tensor are gone for good
     └── RemoteError                       mixed into the type of an error that an executor raised
 
@@ -40,6 +41,7 @@ __all__ = [
     "OverloadedError",
     "PlacementError",
     "PoolError",
+    "PoolRestartingError",
     "RemoteError",
     "RunAheadError",
     "TensorLostError",
@@ -100,6 +102,16 @@ class PoolError(DtorchError, RuntimeError):
 
 class ExecutorDiedError(PoolError):
     """An executor process ended while work needed it."""
+
+
+class PoolRestartingError(PoolError):
+    """A fresh pool takes a dead one's place, and the program's state is being set anew: come again in a moment.
+
+    Attributes:
+        retry_after: seconds after which to come again, as an HTTP server says in ``Retry-After``.
+    """
+
+    retry_after: float = 1.0
 
 
 class TensorLostError(DtorchError, RuntimeError):

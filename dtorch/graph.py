@@ -16,7 +16,7 @@ import torch
 from .future import VoidFutureCollect
 from .mesh import DeviceMesh, as_mesh
 from .placement import Placement
-from .runtime.client import client
+from .runtime.client import in_use as client  # what was issued to a dead pool died with it: no fresh one is asked
 from .runtime.plans import auto_redistribute_on
 
 __all__ = [

@@ -8,7 +8,8 @@
 (:func:`open`, :func:`lifespan`), several values at once (:func:`gather`, :func:`as_completed`), awaitable forms of
 calls whose result's shape depends on the data (:func:`nonzero` and its kin), a bound on the work in flight
 (:func:`ready_to_send`, :func:`in_flight`), an error where a call would stop the loop (:func:`strict`), one batch of
-many callers' requests (:func:`batched`), and batches uploaded ahead of their use (:func:`prefetch`).
+many callers' requests (:func:`batched`), batches uploaded ahead of their use (:func:`prefetch`), and a way to wait
+for a fresh pool after a death (:func:`recovered`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(["Pressure", "backlog", "in_flight", "ready_to_send"], "pressure"),
     **dict.fromkeys(["Batched", "batched"], "batching"),
     "prefetch": "prefetching",
+    "recovered": "recovery",
     **dict.fromkeys(["load", "save"], "checkpoints"),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from ..runtime import blocking, modes, waiting
 from ..runtime import client as _client
 from .batching import close_queues
 from .pressure import Pressure, backlog
+from .recovery import Keeper, recovered
 
 __all__ = ["Session", "lifespan", "open", "strict"]
 
@@ -99,6 +100,7 @@ class Session:
     def __init__(self, mesh: DeviceMesh | None, in_flight: int | None, strict: bool, everywhere: bool) -> None:
         self._given, self._in_flight, self._strict, self._everywhere = mesh, in_flight, strict, everywhere
         self._undo: contextlib.ExitStack | None = None
+        self._keeper = Keeper()
         self.mesh = mesh or graph.default_device_mesh()
 
     @property
@@ -119,12 +121,14 @@ class Session:
             raise
         self._undo = contextlib.ExitStack()
         self._set()
+        self._keeper.start()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: Any) -> None:
         undo, self._undo = self._undo, None
         assert undo is not None
         try:
+            await self._keeper.stop()
             if kind is None:
                 with contextlib.suppress(PoolError):  # it has ended already: there is nothing to wait for
                     await graph.Graph.sync_async()
@@ -136,6 +140,7 @@ class Session:
         """Start the executors of the mesh, and wait for them."""
         suspended = modes.suspend()
         try:
+            await recovered()
             # Shared memory is made in this step, and that a pool has ended is found out: neither is for the loop.
             client = await anyio.to_thread.run_sync(_client.client)
             _, hosts, _ = await anyio.to_thread.run_sync(client.mesh, self.mesh)
@@ -196,6 +201,9 @@ def open(
     Leaving it leaves no process and no pending wait, however it is left: by its end, which first waits for what was
     issued, by an exception, or by cancellation. Values fetched stay; tensors are lost with the executors, those that
     were made before it was entered as well. Whoever still waits for a value then gets a ``PoolError``.
+
+    With ``on_executor_death="restart"`` a fresh pool takes the place of one whose executors die meanwhile, at once, and
+    the hooks of :func:`dtorch.on_restart` run in this loop.
 
     Args:
         mesh: the default mesh inside, whose executors are started; the default is the default mesh there is.

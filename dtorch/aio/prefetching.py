@@ -31,8 +31,8 @@ from ..mesh import DeviceMesh, as_mesh
 from ..placement import Placement
 from ..runtime import modes
 from ..runtime.client import current_client
+from ..runtime.tasks import call_later_here, is_cancellation, spawn
 from .pressure import ready_to_send
-from .tasks import call_later_here, is_cancellation, spawn
 
 __all__ = ["Prefetch", "prefetch"]
 

@@ -24,9 +24,9 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from ..errors import OverloadedError, PoolError
+from ..runtime.tasks import spawn
 from .requests import Batch, BatchMetrics, Call, Group, Request, twin
 from .rows import Pack
-from .tasks import spawn
 
 __all__ = ["Queue"]
 

@@ -321,10 +321,10 @@ class Interpreter:
         if not mine:
             return
         made = []
+        failed = False
         for rank in mine:
             try:
                 t = command.decode(m.function)(rank)
-        failed = False
                 if not isinstance(t, torch.Tensor):
                     raise TypeError(f"from_local: the function gave {type(t).__name__} for rank {rank}, not a tensor")
                 if m.shapes is not None and (tuple(t.shape) != m.shapes[rank] or t.dtype != m.dtype):

@@ -53,6 +53,7 @@ __all__ = ["Death", "Pool", "adopt", "prestart", "stop_early"]
 
 # Events may be taken in by another waiter, so nobody sleeps longer than this between two looks.
 _RECHECK = 0.02
+_RECHECK_DEATH = 0.5
 _RESTART = "dtorch.restart() starts a fresh pool"
 
 
@@ -168,6 +169,25 @@ class Pool:
                 epoll.poll(0)
                 with anyio.move_on_after(_RECHECK):
                     await anyio.wait_readable(epoll.fileno())
+
+    async def wait_for_death(self) -> None:
+        """Return when something has died, or the pool was closed. May be cancelled."""
+        while self._warden is None and not self._closed:  # noqa: ASYNC110
+            await anyio.sleep(_RECHECK_DEATH)
+        with self._lock, select.epoll() as epoll:
+            warden = self._warden
+            if warden is None or not self.check():
+                return
+            for fd in (warden.sock.fileno(), warden.pidfd):
+                epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+            fd = os.dup(epoll.fileno())
+        try:
+            # Others may take in the news first, so that none arrives here.
+            while self.check():
+                with anyio.move_on_after(_RECHECK_DEATH):
+                    await anyio.wait_readable(fd)
+        finally:
+            os.close(fd)
 
     @contextlib.contextmanager
     def _watch(self, n: int) -> Generator[select.epoll]:
@@ -295,6 +315,13 @@ class Pool:
         """Executors that have died, first death first; whatever the warden has told by now. Does not wait."""
         self.check()
         return list(self._deaths)
+
+    def has_died(self) -> bool:
+        """Whether executors, or the warden, have ended after a start that went well, and not at anyone's wish."""
+        self.check()
+        if self._closed or self._owner != os.getpid():
+            return False
+        return bool(self._deaths) or (self._warden_death is not None and self._hello is not None)
 
     def check(self) -> bool:
         """Look, without waiting, whether anything has died; True while all is well.

@@ -46,13 +46,14 @@ from .draws import Draws
 from .failures import Failures
 from .operators import Operators
 from .refs import FREE_RECORDS, Plan, freed, next_ref
+from .restarting import Budget, Restoration, hooks, restoring
 from .ring import Writer
 from .shared import DEAD, EXECUTOR_READ, EXECUTOR_UPLOADED, executor_line
 from .slots import Slots
 from .values import Values
 from .waiting import Waiting, in_event_loop, in_flight
 
-__all__ = ["Client", "client", "close", "current_client", "detach", "on_close"]
+__all__ = ["Client", "client", "close", "current_client", "detach", "in_use", "on_close", "replace", "restart"]
 
 log = logging.getLogger("dtorch")
 
@@ -96,6 +97,9 @@ class Client:
         # Those among them that have been given a value here.
         self._renewed: set[int] = set()
         self._error: PoolError | None = None
+        # While hooks have to run before anyone else uses this pool, or where one of them has failed.
+        self.restoration: Restoration | None = None
+        self._final = ""  # why no pool takes the place of this one, though one should
         self._plan_ids = itertools.count(FIRST_PLAN)
         self._lock = threading.RLock()
         self._meshes: dict[DeviceMesh, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
@@ -334,10 +338,39 @@ class Client:
         while True:
             error = self.pool.error()
             if error is not None:
-                return error
+                return type(error)(f"{error}\n{self._final}") if self._final else error
             if time.monotonic() > deadline:
                 return PoolError("the pool has ended; dtorch.restart() starts a fresh one")
             time.sleep(0.002)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether executors, or the warden, have ended though nobody asked them to."""
+        return self.control[DEAD] != 0 or not self.pool.check()
+
+    def may_be_replaced(self) -> bool:
+        """Whether a fresh pool is to take the place of this one, which is dead."""
+        if config.current().on_executor_death != "restart" or self._final:
+            return False
+        return self.pool.has_died()
+
+    def restored(self, restoration: Restoration, error: BaseException | None) -> None:
+        """The hooks have run, or one of them has raised `error`."""
+        if error is not None and not self.closed and not self.is_dead:
+            restoration.error = error
+            log.error("an on_restart hook failed, and the pool cannot be used", exc_info=error)
+            return
+        if error is not None:
+            log.warning("on_restart hooks ended with %s: their pool has ended too", type(error).__name__)
+        self.restoration = None
+
+    def refuse_for_good(self) -> None:
+        """Too many pools have died of late: this one stays."""
+        c = config.current()
+        self._final = (
+            f"on_executor_death='restart' has started {c.max_restarts} pools within {c.restart_window:g} s "
+            "(max_restarts, restart_window) and starts no more: mend what ends them, then dtorch.restart()"
+        )
 
     def refuse_lost(self, ref: int) -> None:
         """Raise if `ref` is of a pool that has ended.
@@ -456,6 +489,7 @@ _UNSEEDED = 67280421310721
 _current: Client | None = None
 _start_lock = threading.Lock()
 _closing: list[Callable[[], None]] = []
+_budget = Budget()
 
 
 def on_close(callback: Callable[[], None]) -> None:
@@ -464,11 +498,55 @@ def on_close(callback: Callable[[], None]) -> None:
 
 
 def client() -> Client:
-    """The pool in use, started on first use."""
-    global _current
+    """The pool in use, started on first use.
+
+    Where it has died and is to be replaced, a fresh one; returns when hooks have set the program's state anew.
+
+    Raises:
+        ExecutorDiedError: it has died, and stays so.
+        PoolRestartingError: hooks run, and the calling thread runs an event loop, which must not wait for them.
+        PoolError: a hook has failed.
+    """
     found = _current
-    if found is not None:
+    if found is not None and found.restoration is None and not found.control[DEAD]:
         return found
+    return _usable()
+
+
+def in_use() -> Client:
+    """The pool in use, as it is: be it dead, or held by hooks. Started on first use.
+
+    For waits for what was issued, which died with a dead pool, and for questions about the pool.
+    """
+    return _current or _start()
+
+
+def _usable() -> Client:
+    while True:
+        found = _current or _start()
+        held = found.restoration
+        mine = restoring.get()
+        if held is not None and held.is_mine:
+            return found
+        if held is None:
+            # A hook ends with its pool, and runs again on the next.
+            if (mine is not None and mine.is_running) or not (found.control[DEAD] and found.may_be_replaced()):
+                if found.control[DEAD]:
+                    found.check()
+                return found
+            replace(found)
+        elif held.error is not None:
+            held.refuse()
+        elif in_event_loop():
+            held.run_in_loop()
+            held.refuse_in_loop()
+        else:
+            held.run_or_wait()
+
+
+def _start(*, held: bool = False) -> Client:
+    """A new pool, unless there is one."""
+    global _current
     if config.inside_executor:
         raise PoolError(
             "this code runs on an executor (a function given to from_local, say), where there are no dtorch tensors: "
@@ -476,11 +554,66 @@ def client() -> Client:
         )
     with _start_lock:
         if _current is None:
-            _current = Client()
-            if torch.initial_seed() != _UNSEEDED:
-                # torch.manual_seed was called before there was anything of dtorch's to seed.
-                _current.draws.start_from(torch.initial_seed())
+            _current = _new(held)
         return _current
+
+
+def _new(held: bool) -> Client:
+    made = Client()
+    if torch.initial_seed() != _UNSEEDED:
+        # torch.manual_seed was called before there was anything of dtorch's to seed.
+        made.draws.start_from(torch.initial_seed())
+    if held and hooks():
+        made.restoration = Restoration(made.restored)
+    return made
+
+
+def replace(dead: Client) -> None:
+    """Have a fresh pool take the place of `dead`, unless one has, or too many have died of late.
+
+    Starts it and returns: neither its start nor the end of the dead one is waited for.
+    """
+    global _current
+    with _start_lock:
+        if _current is not dead:
+            return
+        options = config.current()
+        if not _budget.take(options.max_restarts, options.restart_window):
+            dead.refuse_for_good()
+            log.error("%s", dead._death())
+            return
+        why = next(iter(dead.pool.deaths()), None) or dead._death()
+        for callback in _closing:
+            callback()
+        _current = fresh = _new(held=True)
+        with contextlib.suppress(PoolError):  # whoever uses it is told
+            fresh.pool.prestart()
+    n = 0 if fresh.restoration is None else len(hooks())
+    log.warning("%s\nA fresh pool takes its place, and %d on_restart hook%s run", why, n, "" if n == 1 else "s")
+    # Its executors may be inside kernels, and take a second to end.
+    threading.Thread(target=dead.close, name="dtorch-close").start()
+
+
+def restart() -> None:
+    """End the pool in use, if any, and start a fresh one; waits until an executor is ready and hooks have run.
+
+    Where the calling thread runs an event loop, hooks run in that, and are not waited for.
+
+    Raises:
+        PoolError: it could not start, or a hook has failed.
+        RuntimeError: called by a hook.
+    """
+    mine = restoring.get()
+    if mine is not None and mine.is_running:
+        raise RuntimeError("restart() inside an on_restart hook: it runs because of a restart")
+    close()
+    _budget.clear()
+    fresh = _start(held=True)
+    fresh.start(1)
+    if fresh.restoration is not None and in_event_loop():
+        fresh.restoration.run_in_loop()
+    else:
+        client()
 
 
 def current_client() -> Client | None:

@@ -112,6 +112,10 @@ class Config:
         plan_cache: cached dispatch plans, oldest out.
         watchdog: seconds one command may run before its executor is reported as stuck; 0 means never.
         start_timeout: seconds executors have to become ready.
+        on_executor_death: "raise": every use of the pool raises until ``dtorch.restart()``. "restart": the next use
+            after a death starts a fresh pool, see :func:`dtorch.on_restart`. What holds when executors die counts.
+        max_restarts, restart_window: how many pools may be started because of deaths within how many seconds. Further
+            deaths are treated as "raise" says.
         blocking: every call waits for its result and fails where it stands.
         collectives: "shm" (shared memory) or "gloo".
         same_device: simulation; one executor hosts every rank of any mesh.
@@ -131,6 +135,10 @@ class Config:
     plan_cache: int = 65_536
     watchdog: float = 60.0
     start_timeout: float = 120.0
+    # Not of the pool, but of what follows it: pools that differ in nothing else are alike.
+    on_executor_death: str = field(default="raise", compare=False)
+    max_restarts: int = field(default=5, compare=False)
+    restart_window: float = field(default=60.0, compare=False)
     blocking: bool = False
     collectives: str = "shm"
     same_device: bool = False
@@ -191,6 +199,9 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan_cache": _whole(1),
     "watchdog": _seconds(zero=True),
     "start_timeout": _seconds(zero=False),
+    "on_executor_death": (lambda v: v in ("raise", "restart"), '"raise" or "restart"'),
+    "max_restarts": _whole(1),
+    "restart_window": _seconds(zero=False),
     "blocking": _FLAG,
     "collectives": (lambda v: v in ("shm", "gloo"), '"shm" or "gloo"'),
     "same_device": _FLAG,

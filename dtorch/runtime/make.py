@@ -32,9 +32,9 @@ def make(
         key.append(name)
         _dispatch.scan(a, name in op.free_names, key, [], nums)
     k = tuple(key)
+    c = client()  # first: where it is a fresh one, no plan is left
     plan = op.plans.get(k)
     if plan is None:
-        c = client()
         c.check()
         call, decided, numbers = decide(op, args, kwargs, _dispatch._tensor, mesh=mesh, placements=placements)
         if isinstance(decided, Recipe):
