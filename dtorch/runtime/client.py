@@ -34,6 +34,7 @@ from .command import (
     LOST_WITH_POOL,
     ClearErrors,
     DefineMesh,
+    DropPlans,
     Renew,
     Reply,
     Seed,
@@ -241,6 +242,10 @@ class Client:
     def issue(self, plan: Plan, words: Iterable[int | float]) -> int:
         """Publish one record of `plan`; its place in the ring. The general form of what `dispatch` writes inline."""
         writer = self.writer
+    def drop_plans(self, plans: tuple[int, ...]) -> None:
+        """Executors forget `plans`, which no record will name again."""
+        self.send(DropPlans(plans))
+
         with writer.lock:
             head = writer.head
             end = head + plan.nwords

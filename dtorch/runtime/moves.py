@@ -19,7 +19,7 @@ from .client import Client, client
 from .command import RedistributePlan
 from .copies import settled
 from .dispatch import wrap
-from .refs import Plan, next_ref, ref_type
+from .refs import Plan, PlanCache, next_ref, ref_type
 
 if TYPE_CHECKING:
     from .._tensor import Tensor
@@ -101,7 +101,7 @@ class _Move(Plan):
     kinds: tuple[str, ...]
 
 
-_moves: dict[Any, _Move] = {}
+_moves: PlanCache[Any, _Move] = PlanCache()
 
 
 def forget() -> None:
@@ -149,7 +149,8 @@ def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
     c = client()  # first: where it is a fresh one, no plan is left
     move = _moves.get(key)
     if move is None:
-        move = _moves[key] = _define(c, key)
+        move = _define(c, key)
+        _moves.keep(key, move, c.config.plan_cache, c.drop_plans)
     ids = [next_ref() for _ in pairs]
     c.issue(move, [*ids, *(t._ref for t, _ in pairs)])
     for observe in observers:

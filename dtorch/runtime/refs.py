@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..spec import TensorSpec
 from .command import LENGTH_SHIFT
 
-__all__ = ["FREE_BATCH", "FREE_RECORDS", "LargeRef", "Plan", "Ref", "freed", "next_ref", "ref_type"]
+__all__ = ["FREE_BATCH", "FREE_RECORDS", "LargeRef", "Plan", "PlanCache", "Ref", "freed", "next_ref", "ref_type"]
 
 # Refs that died, to be told to the executors. Filled by __del__, which may run at any time.
 freed: deque[int] = deque()
@@ -67,3 +68,36 @@ class Plan:
         self.header = id | self.nwords << LENGTH_SHIFT
         self.pack = packer.pack_into
         self.states = tuple(64 + 16 * e + 1 for e in executors)
+
+
+K = TypeVar("K")
+P = TypeVar("P", bound=Plan)
+
+
+class PlanCache(dict[K, P]):
+    """Plans by what they are for, a bounded number: where there are too many, the oldest quarter goes.
+
+    The executors keep what goes until the next time: another thread may be about to issue one of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._gone: tuple[int, ...] = ()
+
+    def keep(self, key: K, plan: P, bound: int, drop: Callable[[tuple[int, ...]], object]) -> None:
+        """Add `plan`; at most `bound` are kept, and `drop` is given ids of plans that nobody will issue again."""
+        with self._lock:
+            due: tuple[int, ...] = ()
+            if len(self) >= bound:
+                oldest = list(itertools.islice(tuple(self), 1 + len(self) // 4))
+                due, self._gone = self._gone, tuple([self.pop(k).id for k in oldest])
+            self[key] = plan
+        if due:
+            drop(due)
+
+    def clear(self) -> None:
+        """Forget all: the pool they were defined on has ended."""
+        with self._lock:
+            super().clear()
+            self._gone = ()

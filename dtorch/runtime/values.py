@@ -18,7 +18,7 @@ from ..placement import Replicate
 from ..spec import TensorSpec, contiguous_stride
 from .arena import Block
 from .command import FetchPlan, UploadPlan
-from .refs import Plan, Ref, next_ref, ref_type
+from .refs import Plan, PlanCache, Ref, next_ref, ref_type
 from .shared import DEAD
 from .slots import Ticket
 from .waiting import in_event_loop
@@ -34,9 +34,9 @@ class Values:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._uploads: dict[TensorSpec, Plan] = {}
-        self._piecewise: dict[TensorSpec, Plan] = {}
-        self._fetches: dict[Any, _FetchPlan] = {}
+        self._uploads: PlanCache[TensorSpec, Plan] = PlanCache()
+        self._piecewise: PlanCache[TensorSpec, Plan] = PlanCache()
+        self._fetches: PlanCache[Any, _FetchPlan] = PlanCache()
         # (place in the ring, block) of uploads that some executor may not have taken yet, oldest first
         self._in_upload: deque[tuple[int, Block]] = deque()
         self._upload_lock = threading.Lock()
@@ -149,7 +149,7 @@ class Values:
             UploadPlan(plan.id, mesh, shape, contiguous_stride(shape), spec.dtype, regions, strides, pieces)
         )
         self._client.pool.name_plan(plan.id, f"an upload of {spec.describe()}", mesh)
-        (self._uploads if pieces is None else self._piecewise)[spec] = plan
+        self._keep(self._uploads if pieces is None else self._piecewise, spec, plan)
         return plan
 
     def reclaim(self) -> None:
@@ -214,8 +214,11 @@ class Values:
         self._client.pool.name_plan(
             plan.id, f"a fetch of {spec.describe()}" if data else f"a look at {spec.describe()}", mesh
         )
-        self._fetches[spec, data, rank] = plan
+        self._keep(self._fetches, (spec, data, rank), plan)
         return plan
+
+    def _keep(self, plans: PlanCache[Any, Any], key: object, plan: Plan) -> None:
+        plans.keep(key, plan, self._client.config.plan_cache, self._client.drop_plans)
 
     def _future(self, plan: _FetchPlan, ref: Ref) -> TensorFuture[Any]:
         client = self._client
@@ -238,7 +241,7 @@ class Values:
                 id, _, _ = self._client.mesh(mesh)
                 plan = _FetchPlan(self._client.plan_id(), (e,), (), (), torch.float32, False)
                 self._client.send(FetchPlan(plan.id, id, (), (), torch.float32, (0,), ((),), False))
-                self._fetches["sync", e] = plan
+                self._keep(self._fetches, ("sync", e), plan)
             ref = self.upload(torch.empty_strided((), ()), TensorSpec.of((), (), torch.float32, mesh, (Replicate(),)))
             spec_futures.append(self._future(plan, ref))
         return VoidFutureCollect(spec_futures, self._client.waiting)  # of no executors yet: done

@@ -16,9 +16,11 @@ from torch import nn
 
 import dtorch
 from dtorch import Partial, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtorch.runtime import plans
+from dtorch.runtime import moves, plans
 from dtorch.runtime.client import client
 from dtorch.testing import assert_close
+
+from ..soak.sizes import sizes_of_executors
 
 X = torch.arange(48.0).reshape(8, 6) / 16 + 0.25
 
@@ -195,6 +197,28 @@ def test_positions_make_plans_that_are_dropped() -> None:
                 assert len(op.plans) <= 16
     finally:
         object.__setattr__(client().config, "plan_cache", bound)
+
+
+def test_plans_of_uploads_fetches_and_moves_are_bounded() -> None:
+    mesh = init_device_mesh("cpu", 2)
+    c = client()
+    bound = c.config.plan_cache
+    object.__setattr__(c.config, "plan_cache", 16)
+    try:
+        for n in [*range(100, 200), *range(100, 110)]:
+            x = torch.arange(float(n))
+            there = distribute_tensor(x, mesh, [Shard(0)])
+            pieces = dtorch.DTensor.from_local([x, x], mesh, [Shard(0)], shape=(2 * n,))
+            assert there.redistribute(placements=[Replicate()]).to_torch().equal(x)
+            assert there.to_local(0).equal(x[: -(-n // 2)]) and pieces.to_local(1).equal(x)
+        for plans_of in (c.values._uploads, c.values._piecewise, c.values._fetches, moves._moves):
+            assert 0 < len(plans_of) <= 16
+        defined = sizes_of_executors(mesh)[0].plans
+        for n in range(200, 300):
+            distribute_tensor(torch.ones(n), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_torch()
+        assert sizes_of_executors(mesh)[0].plans <= defined + 16  # executors forget them too, a quarter behind
+    finally:
+        object.__setattr__(c.config, "plan_cache", bound)
 
 
 def test_views_that_are_in_use_outlive_their_plans() -> None:

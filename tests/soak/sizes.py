@@ -1,0 +1,76 @@
+"""How much a pool holds, on either side: values, plans, slots, blocks, descriptors, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import dtorch
+from dtorch import Shard
+from dtorch.runtime.client import client
+
+from .leftovers import descriptors
+
+__all__ = ["Sizes", "memory", "sizes_of_client", "sizes_of_executors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What one process holds. `slots`, `blocks` and `pending` are the client's alone."""
+
+    values: int
+    plans: int
+    descriptors: int
+    slots: int = 0
+    blocks: int = 0
+    pending: int = 0
+
+
+def memory(pid: int) -> int:
+    """Private bytes of a process, and its share of those that it has with others (PSS)."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"process {pid} has no PSS")
+
+
+def _count_here(rank: int) -> torch.Tensor:
+    """Runs on an executor: values in its store, and plans."""
+    modules = __import__("sys").modules
+    kind = modules["dtorch.executor.interpreter"].Interpreter
+    found = modules.setdefault("dtorch_soak_interpreter", None)
+    if found is None:
+        found = modules["dtorch_soak_interpreter"] = next(o for o in gc.get_objects() if isinstance(o, kind))
+    return torch.tensor([len(found.store), len(found.plans)])
+
+
+def sizes_of_executors(mesh: dtorch.DeviceMesh) -> list[Sizes]:
+    """Of every executor of `mesh`, which has one rank on each."""
+    gc.collect()
+    client().flush()
+    counts = dtorch.from_local(_count_here, mesh, [Shard(0)], shape=(2 * mesh.nranks,), dtype=torch.int64)
+    pids = client().pool.pids
+    return [
+        Sizes(int(counts.to_local(rank)[0]), int(counts.to_local(rank)[1]), descriptors(pids[rank]))
+        for rank in range(mesh.nranks)
+    ]
+
+
+def sizes_of_client() -> Sizes:
+    """Of this process."""
+    gc.collect()
+    c = client()
+    c.values.reclaim()
+    c.slots.sweep()
+    return Sizes(
+        values=len(c.values._in_upload),
+        plans=len(c.failures._reports) + len(c.failures.dropped),
+        descriptors=descriptors(os.getpid()),
+        slots=c.slots.in_use(),
+        blocks=c.arena.stats().blocks,
+        pending=c.waiting.count,
+    )
