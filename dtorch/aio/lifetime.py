@@ -10,11 +10,12 @@ leave nothing behind while it goes on, says where its use begins and ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import Token
 from types import TracebackType
 from typing import Any
@@ -177,20 +178,47 @@ class Session:
             # From here on a new session gets a pool of its own, however long this one takes to end.
             client = _client.detach()
 
+        closed = threading.Event()
+
         def close() -> None:
-            stop_early()
-            if client is not None:
-                client.close()
+            try:
+                stop_early()
+                if client is not None:
+                    client.close()
+            except Exception:
+                log.exception("the executors did not end as they should")
+            finally:
+                closed.set()
+
+        async def ended() -> None:
+            await anyio.to_thread.run_sync(closed.wait, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
 
         suspended = modes.suspend()
         try:
-            with anyio.CancelScope(shield=True), anyio.fail_after(_CLOSING):
-                await close_queues()
-                await anyio.to_thread.run_sync(close, abandon_on_cancel=True)
-        except TimeoutError:
-            log.error("the executors have not ended within %g s; they end with this process at the latest", _CLOSING)
+            cancelled = await _uncancelled(close_queues)
+            threading.Thread(target=close, name="dtorch-close", daemon=True).start()
+            cancelled = await _uncancelled(ended) or cancelled
         finally:
             modes.resume(suspended)
+        if not closed.is_set():
+            log.error("the executors have not ended within %g s; they end with this process at the latest", _CLOSING)
+        if cancelled is not None:
+            raise cancelled
+
+
+async def _uncancelled(step: Callable[[], Awaitable[None]]) -> asyncio.CancelledError | None:
+    """Await ``step()`` to its end, for up to `_CLOSING` seconds. A task's own cancel(), which no scope shields from,
+    has it awaited again; what it was cancelled with is for the caller to raise.
+    """
+    cancelled = None
+    deadline = anyio.current_time() + _CLOSING
+    while True:
+        try:
+            with anyio.CancelScope(deadline=deadline, shield=True):
+                await step()
+            return cancelled
+        except asyncio.CancelledError as error:
+            cancelled = error
 
 
 def open(

@@ -85,6 +85,33 @@ def test_however_it_is_left_nothing_remains(loop: str) -> None:
         assert time.monotonic() - began < 40
 
 
+@pytest.mark.parametrize("cancels", [1, 5])
+@pytest.mark.parametrize("way", ["ends", "is cancelled"])
+def test_a_task_that_is_cancelled_while_it_leaves_leaves_nothing(cancels: int, way: str) -> None:
+    """asyncio's own cancel(), as of a timeout or a task group around it, comes at any await, again and again."""
+
+    async def main() -> None:
+        async def session(entered: anyio.Event) -> None:
+            async with aio.open():
+                assert (await dtorch.ones(2)).sum() == 2
+                entered.set()
+                if way == "is cancelled":
+                    await asyncio.sleep(60)
+
+        entered = anyio.Event()
+        task = asyncio.create_task(session(entered))
+        await entered.wait()
+        await asyncio.sleep(0)
+        for _ in range(cancels):
+            task.cancel()
+            await asyncio.sleep(0.001)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert current_client() is None and not started_here(os.getpid())  # at once
+
+    asyncio.run(main())
+
+
 @LOOPS
 def test_leaving_ends_the_waits_of_others(loop: str) -> None:
     errors: list[BaseException] = []
