@@ -13,7 +13,7 @@ import anyio
 from .._tensor import Tensor
 from ..future import TensorFuture
 from ..runtime import modes, moves
-from .tasks import is_cancellation
+from ..runtime.tasks import is_cancellation
 
 __all__ = ["as_completed", "gather"]
 
