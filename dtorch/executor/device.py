@@ -15,8 +15,10 @@ for: collectives that cross to CPU executors, ``from_local``, and operators that
 device. :meth:`Device.translate` puts this right when a plan is defined; nothing is looked up when it runs. The one
 table of names is :data:`TRANSLATED`.
 
-An error of the GPU itself (a device-side assertion, an illegal access) makes its context useless: the executor ends,
-with the error among its last lines of stderr, and the pool reports its death as any other.
+**Errors that stay.** After an error of the GPU itself (a device-side assertion, an illegal access) every later call on
+it fails in this process, so its values are gone and no retry helps: :meth:`Device.is_lost_by` knows such errors. The
+executor ends with a :class:`DeviceError` that says so, which is the last line of its stderr, and the pool reports its
+death as any other. Running out of memory is not one of them.
 """
 
 from __future__ import annotations
@@ -67,7 +69,50 @@ _STATISTICS = frozenset(
 
 
 class DeviceError(RuntimeError):
-    """The device of an executor cannot be used, or its peers wait for a transfer that will not come: its process ends."""
+    """The device of an executor cannot be used, or peers wait for a transfer that will not come: its process ends."""
+
+    @classmethod
+    def after(cls, error: BaseException, device: str, text: str) -> DeviceError:
+        """What an executor ends with whose `device` was made useless by `error`, met in the operator `text`."""
+        first = (str(error).strip().splitlines() or [""])[0]
+        late = "" if device == "cpu" else "; it is told late, so an operator before that may be to blame"
+        return cls(
+            f"{device} cannot be used any longer after this error, so its executor ends and the values on it are lost: "
+            f"{type(error).__name__}: {first} (met in {text or 'a copy, or the end of an operator'}{late})"
+        )
+
+
+# Of CUDA errors that end the context, cudaError_t: ECC, NVLink and launch failures, illegal accesses, assertions.
+_LASTING_CODES = frozenset([214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721])
+# Where an error carries no code, what torch and its libraries say of the same.
+_LASTING_WORDS = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "invalid address space",
+    "invalid program counter",
+    "misaligned address",
+    "hardware stack error",
+    "unspecified launch failure",
+    "the launch timed out and was terminated",
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "cudaerrorassert",
+    "cudaerrorillegaladdress",
+    "cudaerrorlaunchfailure",
+)
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether `error`, or one it comes from, is one after which a CUDA context is useless."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, RuntimeError):
+            text = str(at).lower()
+            if getattr(at, "error_code", None) in _LASTING_CODES or any(words in text for words in _LASTING_WORDS):
+                return True
+        at = at.__cause__ or at.__context__
+    return False
 
 
 class Device:
@@ -127,8 +172,8 @@ class Device:
         """Let the generator continue from `state`."""
         torch.set_rng_state(state)
 
-    def is_lost(self) -> bool:
-        """Whether an error has made the device useless to this process."""
+    def is_lost_by(self, error: BaseException) -> bool:
+        """Whether `error`, which an operator or a transfer raised, has made the device useless to this process."""
         return False
 
 
@@ -258,7 +303,10 @@ class CUDA(Accelerator):
     def set_random_state(self, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, self.torch_device)
 
-    def is_lost(self) -> bool:
+    def is_lost_by(self, error: BaseException) -> bool:
+        if is_lasting(error):
+            return True
+        # What it is called is not all there is to know: after such an error, every call fails.
         try:
             self._stream.query()
         except RuntimeError:

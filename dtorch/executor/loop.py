@@ -71,7 +71,13 @@ def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, option
             reader, tell = TransferReader(state, index, wake_fd, transfers), transfers.tell
         state.control[executor_line(index) + EXECUTOR_READY] = 1
         os.eventfd_write(state.done_fd, 1)
-        _serve(interpreter, reader, state, index, tell)
+        try:
+            _serve(interpreter, reader, state, index, tell)
+        except Exception as error:
+            # Raised between commands: by a transfer, say.
+            if isinstance(error, DeviceError) or not device.is_lost_by(error):
+                raise
+            raise DeviceError.after(error, device.name, "") from error
 
 
 def _serve(
@@ -132,8 +138,13 @@ def _serve(
                 # What is being run is the command at the read index, for whoever asks.
                 control[read_word] = pos
                 control[count_word] = count + since
-                if isinstance(error, DeviceError) or interpreter.device.is_lost():
-                    raise  # the device computes no more: this process ends, and the warden reports it
+                device = interpreter.device
+                if isinstance(error, DeviceError):
+                    raise
+                if device.is_lost_by(error):
+                    # It computes no more: this process ends, and the warden reports it.
+                    text = getattr(interpreter.messages.get(plan), "text", "")
+                    raise DeviceError.after(error, device.name, text) from error
                 interpreter.failed(plan, p, error)
                 pos += head >> LENGTH_SHIFT
                 since += 1

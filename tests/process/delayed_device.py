@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dtorch.executor.device import Accelerator
+from dtorch.executor.device import Accelerator, is_lasting
 from dtorch.executor.transfers import Event, Transfers
 from dtorch.runtime.command import OutLayout
 from dtorch.runtime.shared import SharedState
@@ -45,6 +45,7 @@ class Delayed(Accelerator):
 
     name = "late"
     torch_device = torch.device("cpu")
+    # An error of the device that stays: it is raised wherever the device is asked for anything.
     lost: BaseException | None = None
 
     def open(self, state: SharedState, options: dict[str, Any]) -> None:
@@ -67,8 +68,8 @@ class Delayed(Accelerator):
     def set_threads(self, count: int) -> None:
         torch.set_num_threads(1)
 
-    def is_lost(self) -> bool:
-        return self.lost is not None
+    def is_lost_by(self, error: BaseException) -> bool:
+        return self.lost is not None or is_lasting(error)
 
     def staging(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         t = torch.empty(numel, dtype=dtype)

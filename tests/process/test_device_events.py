@@ -20,6 +20,7 @@ import torch
 
 import dtorch
 from dtorch.errors import DeviceMeshError, ExecutorDiedError
+from dtorch.executor.device import is_lasting
 from dtorch.runtime import client as client_module
 from dtorch.runtime.client import Client, client
 from dtorch.runtime.config import configure
@@ -297,8 +298,65 @@ def test_a_lost_device_ends_its_executor(late: Late) -> None:
     mesh = cuda()
     dtorch.zeros(1, device_mesh=mesh).to_torch()
     lost = dtorch.from_local(_lose, mesh, [R], shape=(1,))
-    with pytest.raises(ExecutorDiedError, match="device-side assert triggered"):
-        lost.to_torch()
+    said = "late cannot be used any longer after this error, .* are lost: RuntimeError: CUDA error: device-side assert"
+    for _ in range(2):
+        with pytest.raises(ExecutorDiedError, match=said):
+            lost.to_torch()
+
+
+@torch.library.custom_op("dtorch_tests::faulty", mutates_args=())
+def _faulty(x: torch.Tensor) -> torch.Tensor:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore advice of torch's.")
+
+
+@_faulty.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_fault_of_the_device_ends_the_executor_and_names_the_operator(late: Late) -> None:
+    """Peers are freed, and the error that stays is not mistaken for one of the operator's."""
+    late.start(delay=0.001)
+    mesh = cuda(2)
+    x = dtorch.distribute_tensor(torch.ones(4, 4), mesh, [S(0)])
+    x.to_torch()
+    dtorch.register_sharding(torch.ops.dtorch_tests.faulty.default)(lambda x: [([R], [R])])
+    waits = [x.redistribute(placements=[R]).to_torch_async() for _ in range(3)]
+    faulty = torch.ops.dtorch_tests.faulty.default(x.redistribute(placements=[R]))
+    after = (faulty + 1).to_torch_async()
+    said = (
+        r"(?s)executor \d+ .* ended with exit code 1.*DeviceError: late cannot be used any longer after this error.*"
+        r"AcceleratorError: CUDA error: an illegal memory access was encountered \(met in .*faulty\(x float32\[4, 4\]"
+    )
+    with pytest.raises(ExecutorDiedError, match=said):
+        after.get(timeout=20)
+    for future in waits:
+        assert future.exception() is None or isinstance(future.exception(), ExecutorDiedError)
+    with pytest.raises(ExecutorDiedError, match="illegal memory access"):
+        dtorch.zeros(3, device_mesh=mesh)
+
+
+def test_which_errors_stay() -> None:
+    stay = [
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: misaligned address"),
+        RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered"),
+        RuntimeError("NCCL error: unhandled cuda error, unspecified launch failure"),
+    ]
+    coded = RuntimeError("CUDA error: what a later version calls it")
+    coded.error_code = 719  # type: ignore[attr-defined]
+    wrapped = ValueError("while doing something else")
+    wrapped.__cause__ = coded
+    for error in (*stay, coded, wrapped):
+        assert is_lasting(error), error
+    pass_by = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        IndexError("index 5 is out of bounds"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("a device-side assert, as a user may put it"),
+    ]
+    for error in pass_by:
+        assert not is_lasting(error), error
 
 
 def test_the_checks_for_a_gpu_run_on_the_stand_in(tmp_path: Path) -> None:
