@@ -30,6 +30,7 @@ __all__ = [
     "unknown_text",
     "unknown_variables",
     "variable_of",
+    "variables",
 ]
 
 _PREFIX = "DTORCH_"
@@ -66,19 +67,17 @@ def cgroup_values(name: str, old_controller: str = "", old_name: str = "") -> li
 
     `old_controller` and `old_name` are what the same is called in version 1 of control groups.
     """
-    found: list[str] = []
+    paths: list[str] = []
     # The roots besides: a container sees its own group there, by whatever name it goes outside.
-    for line in dict.fromkeys([*_read("/proc/self/cgroup").splitlines(), "0::/", f"1:{old_controller}:/"]):
+    for line in [*_read("/proc/self/cgroup").splitlines(), "0::/", f"1:{old_controller}:/"]:
         _, controllers, path = line.split(":", 2)
         if controllers and old_controller not in controllers.split(","):
             continue
         root, file = (f"{_CGROUPS}/{old_controller}", old_name) if controllers else (_CGROUPS, name)
         parts = [part for part in path.split("/") if part]
-        for n in range(len(parts), -1, -1):
-            text = _read("/".join([root, *parts[:n], file])) if file else ""
-            if text:
-                found.append(text)
-    return found
+        if file:
+            paths += ["/".join([root, *parts[:n], file]) for n in range(len(parts), -1, -1)]
+    return [text for text in map(_read, dict.fromkeys(paths)) if text]
 
 
 @cache
@@ -244,15 +243,19 @@ _DEFAULTS = Config()
 _NAMES = tuple(f.name for f in fields(Config))
 
 
+def variables() -> dict[str, str]:
+    """Environment variable → the option that it sets; where two set one, the later has the say."""
+    return {_PREFIX + name.upper(): name for name in _NAMES} | _ALIASES
+
+
 def from_environ(environ: Mapping[str, str]) -> Config:
     """The defaults, changed by the ``DTORCH_…`` variables of `environ`.
 
     Raises:
         ConfigError: a variable cannot be read; the one-line message says what it holds and what was expected.
     """
-    variables = {_PREFIX + name.upper(): name for name in _NAMES} | _ALIASES
     values: dict[str, Any] = {}
-    for variable, name in variables.items():
+    for variable, name in variables().items():
         text = environ.get(variable)
         if not text:  # set to nothing is not set
             continue
@@ -275,7 +278,7 @@ def variable_of(name: str) -> str:
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """``DTORCH_…`` variables of `environ` that set no option → the one that may have been meant, or ""."""
-    known = {v.removeprefix(_PREFIX): v for v in (*(_PREFIX + name.upper() for name in _NAMES), *_ALIASES)}
+    known = {v.removeprefix(_PREFIX): v for v in variables()}
     found: dict[str, str] = {}
     for variable in sorted(v for v in environ if v.startswith(_PREFIX)):
         name = variable.removeprefix(_PREFIX)

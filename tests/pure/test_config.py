@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dtorch.errors import ConfigError
 from dtorch.runtime import config
-from dtorch.runtime.config import Config, configure, from_environ
+from dtorch.runtime.config import Config, configure, from_environ, unknown_variables, variable_of, variables
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +107,72 @@ def test_configure_refuses_and_changes_nothing(options: dict[str, object], messa
 
 def test_a_variable_set_to_nothing_is_not_set() -> None:
     assert from_environ({"DTORCH_CPU_EXECUTORS": "", "DTORCH_BLOCKING": ""}) == Config()
+
+
+# -- variables that set nothing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("DTORCH_COLECTIVES", "DTORCH_COLLECTIVES"),
+        ("DTORCH_CPU_EXECUTERS", "DTORCH_CPU_EXECUTORS"),
+        ("DTORCH_WATCH_DOG", "DTORCH_WATCHDOG"),
+        ("DTORCH_DTENSOR_IN_SAME_DEVICES", "DTORCH_DTENSOR_IN_SAME_DEVICE"),
+        ("DTORCH_XYZZY", ""),
+    ],
+)
+def test_an_unknown_variable_and_what_was_meant(variable: str, meant: str) -> None:
+    environ = {variable: "1", "DTORCH_SLOTS": "99", "DTORCH_TEST_SESSION": "1", "DTORCH_WIDE": "1", "TORCH_HOME": "/"}
+    assert unknown_variables(environ) == {variable: meant}
+
+
+def test_an_unknown_variable_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("DTORCH_COLECTIVES", "gloo")
+    monkeypatch.setenv("DTORCH_XYZZY", "")
+    assert config.current() is config.current()
+    assert config.current() == Config()
+    assert [r.getMessage() for r in caplog.records] == [
+        "DTORCH_COLECTIVES is set, and dtorch has no such option; did you mean DTORCH_COLLECTIVES?",
+        "DTORCH_XYZZY is set, and dtorch has no such option; python -m dtorch doctor lists the options",
+    ]
+
+
+def test_every_option_has_a_variable_and_every_variable_is_checked() -> None:
+    """None is read as it comes: what no option takes is refused by all."""
+    by_option = {option: variable for variable, option in variables().items()}
+    assert set(by_option) == set(Config.__dataclass_fields__)
+    for option, variable in by_option.items():
+        assert variable_of(option) == variable
+        with pytest.raises(ConfigError) as caught:
+            from_environ({variable: "§"})
+        text = str(caught.value)
+        assert text.startswith(f"{variable}='§': expected ") and "\n" not in text
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_the_least_of_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of groups further out hold as well, in both versions of control groups."""
+    for where, name, value in [
+        ("", "memory.max", "max"),
+        ("user", "memory.max", str(3 << 30)),
+        ("user/job", "memory.max", "max"),
+        ("memory/docker", "memory.limit_in_bytes", str(5 << 30)),
+    ]:
+        (tmp_path / where).mkdir(parents=True, exist_ok=True)
+        (tmp_path / where / name).write_text(value + "\n")
+    groups = {"/proc/self/cgroup": "4:cpu,memory:/docker\n1:name=systemd:/x\n0::/user/job\n"}
+    read = config._read
+    monkeypatch.setattr(config, "_read", lambda path: groups.get(path) or read(path))
+    monkeypatch.setattr(config, "_CGROUPS", str(tmp_path))
+    assert config.cgroup_values("memory.max", "memory", "memory.limit_in_bytes") == [
+        str(5 << 30), "max", str(3 << 30), "max",
+    ]  # fmt: skip
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    config.total_memory.cache_clear()
+    try:
+        assert config.total_memory() == min(3 << 30, whole)
+    finally:
+        config.total_memory.cache_clear()
