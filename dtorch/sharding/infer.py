@@ -88,6 +88,11 @@ def _meta(value: Any) -> Any:
 
 def _flat(result: Any, out: list[OutMeta | None]) -> list[OutMeta | None]:
     if isinstance(result, torch.Tensor):
+        if result.layout is not torch.strided:
+            raise RuntimeError(
+                f"a dtorch tensor cannot have the layout {result.layout}, as this would make; write it with dense "
+                "tensors (sparse=False), or with t.to_torch()"
+            )
         out.append(OutMeta(tuple(result.shape), tuple(result.stride()), result.dtype))
     elif isinstance(result, (list, tuple)):
         for r in result:

@@ -137,6 +137,19 @@ def test_an_operator_of_unknown_shape_runs_on_the_client() -> None:
         spread().to_sparse()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_sparse_gradients_are_refused_in_words(n: int) -> None:
+    mesh = init_device_mesh("cpu", (n,))
+    table = dtorch.ones(10, 3, device_mesh=mesh, requires_grad=True)
+    items, bags = (dtorch.tensor(v, device_mesh=mesh) for v in ([1, 2, 4, 5], [0, 2]))
+    found = torch.nn.functional.embedding_bag(items, table, bags, sparse=True)
+    assert found.shape == (2, 3)
+    with pytest.raises(RuntimeError, match=r"layout torch\.sparse_coo.*sparse=False"):
+        found.sum().backward()
+    with pytest.raises(RuntimeError, match="sparse and nested layouts cannot be distributed"):
+        torch.nn.functional.embedding(items, table, sparse=True).sum().backward()
+
+
 # -- plain tensors among dtorch's -------------------------------------------------------------------------------------
 
 
