@@ -47,6 +47,10 @@ _INSTEAD = {
     "wait_for": "with anyio.move_on_after(seconds): await future",
     "exception": "await future",
     "sync": "await Graph.sync_async()",
+    # Random states come from the executors: for activation checkpoints that draw, and for these two.
+    "backward": "await dtorch.aio.call(loss.backward), or checkpoint(…, preserve_rng_state=False)",
+    "get_rng_state": "await dtorch.aio.call(torch.get_rng_state)",
+    "set_rng_state": "await dtorch.aio.call(torch.set_rng_state, state)",
 }
 # Operators whose result's shape, or whose result, is known with the values of its inputs only -> what to write instead.
 _OPERATORS = {

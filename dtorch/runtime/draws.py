@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import PoolError
 from .command import Seed, SendRandom, SyncRandom
 
 if TYPE_CHECKING:
@@ -106,6 +104,7 @@ class Draws:
     def state(self, gpu: bool = False) -> bytes:
         """The generator's state, as torch's generator of the kind gives it."""
         self._client.ensure(1)
+        self._client.waiting.on_block()
         root = self.root(gpu)
         return self._client.ask(lambda token: SendRandom(root, token), root)
 
@@ -134,17 +133,10 @@ class AskedState:
         c.send(SendRandom(*self._key), sync=True)
 
     def read(self) -> bytes:
-        """The state; waits until the executor that was asked has come so far."""
-        c = self._client
-        deadline = time.monotonic() + 60
-        while self._state is None:
-            c.drain()
-            c.check()
-            self._state = c._replies.pop(self._key, None)
-            if self._state is None:
-                if time.monotonic() > deadline:
-                    raise PoolError("the state of the executors' random generator did not arrive within 60 s")
-                time.sleep(0.0002)
+        """The state; waits until the executor that was asked has come so far, however much was issued before."""
+        if self._state is None:
+            self._client.waiting.on_block()
+            (self._state,) = self._client._answers([self._key])
         return self._state
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
@@ -59,3 +60,20 @@ def test_a_state_that_nobody_read_is_of_its_own_pool() -> None:
     dtorch.rand(1)
     asked = [AskedState(client(), False) for _ in range(3)]
     assert len({a.read() for a in asked}) == 1
+
+
+def test_in_a_loop_a_backward_that_waits_for_a_random_state_says_so() -> None:
+    x = dtorch.ones(64, requires_grad=True)
+
+    def dropped() -> torch.Tensor:
+        return dtorch.utils.checkpoint.checkpoint(torch.nn.functional.dropout, x, use_reentrant=False).sum()
+
+    async def main() -> None:
+        with dtorch.aio.strict():
+            with pytest.raises(dtorch.BlockingCallError, match=r"backward\(\) waits(.|\n)*aio\.call\(loss\.backward\)"):
+                dropped().backward()
+            loss = dropped()
+            await dtorch.aio.call(loss.backward)
+        assert x.grad is not None and (await x.grad).sum() == await loss
+
+    asyncio.run(main())
