@@ -13,6 +13,8 @@ import copy
 import functools
 import inspect
 import logging
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -40,6 +42,10 @@ _log = logging.getLogger("dtorch")
 
 _HERE = 1 << 18  # bytes that are uploaded faster than a thread is asked to
 _END: Any = object()
+
+# Loader -> what loads from it; those that are no key are left out.
+_sources: weakref.WeakKeyDictionary[Any, weakref.WeakSet[_Source]] = weakref.WeakKeyDictionary()
+_sources_lock = threading.Lock()
 
 
 class Prefetch:
@@ -134,6 +140,8 @@ class _Source:
         # (batch, None) or (None, error), in the loader's order
         self._ready: deque[tuple[Any, BaseException | None]] = deque()
         self._stopped = False
+        self._idle = threading.Event()  # the worker thread does not load
+        self._idle.set()
         self._over = False  # nothing more comes
         self._task: object = None
         self._soon: Callable[[Callable[[], object]], None] | None = None
@@ -214,16 +222,27 @@ class _Source:
     async def _pull(self) -> None:
         thread = anyio.CapacityLimiter(1)
         iterator: Iterator[Any] | None = None
+        others = self._others()
 
         def load() -> Any:
             nonlocal iterator
-            if iterator is None:
-                iterator = iter(self._loader)
+            self._idle.clear()
             try:
-                batch = next(iterator)
-            except StopIteration:
-                return _END
-            return _END if self._stopped else self._place(batch)
+                if self._stopped:
+                    return _END
+                if iterator is None:
+                    # A loader may begin anew with the iterator it gave before, as one with persistent workers does.
+                    for other in others:
+                        if other._stopped:
+                            other._idle.wait()
+                    iterator = iter(self._loader)
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return _END
+                return _END if self._stopped else self._place(batch)
+            finally:
+                self._idle.set()
 
         def close() -> None:
             nonlocal iterator
@@ -245,6 +264,17 @@ class _Source:
                     await anyio.to_thread.run_sync(close, limiter=thread)
                 except Exception:
                     _log.exception("the loader of a prefetch() raised as it was closed")
+
+    def _others(self) -> list[_Source]:
+        """What loads from the same loader, or was stopped and has not ended yet."""
+        with _sources_lock:
+            try:
+                known = _sources.setdefault(self._loader, weakref.WeakSet())
+            except TypeError:  # a list, say, gives an iterator of its own each time
+                return []
+            others = [source for source in known if not source._over]
+            known.add(self)
+            return others
 
     async def _pull_async(self) -> None:
         iterator = aiter(self._loader)

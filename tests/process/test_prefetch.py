@@ -7,6 +7,7 @@ import collections
 import gc
 import random
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
@@ -410,6 +411,42 @@ def test_a_loop_that_is_left_leaves_nothing(
     gc.collect()
     assert uploads and not any(ref() is not None for ref in uploads)
     assert not any("AnyIO" in t.name for t in threading.enumerate())
+
+
+class Restarting:
+    """A loader that begins anew with the iterator it gave before, as torch's does with persistent workers."""
+
+    def __init__(self) -> None:
+        self.at, self.busy = 0, False
+
+    def __iter__(self) -> Restarting:
+        assert not self.busy, "begun anew while it made a batch"
+        self.at = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        assert not self.busy
+        self.busy = True
+        time.sleep(0.02)
+        self.busy = False
+        self.at += 1
+        return torch.full((4,), self.at)
+
+
+@BACKENDS
+def test_a_loader_begins_anew_when_the_last_pass_has_let_go_of_it(mesh: dtorch.DeviceMesh, backend: str) -> None:
+    async def main() -> list[list[int]]:
+        batches, passes = prefetch(Restarting(), mesh, [Shard(0)]), []
+        for _ in range(4):
+            seen: list[int] = []
+            async for x in batches:
+                seen.append(int((await x)[0]))
+                if len(seen) == 3:
+                    break
+            passes.append(seen)
+        return passes
+
+    assert anyio.run(main, backend=backend) == [[1, 2, 3]] * 4
 
 
 @BACKENDS
