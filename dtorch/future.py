@@ -195,7 +195,16 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
 
     def _wait_until_done(self, timeout: float | None) -> None:
         if not self._settled and not self._waiting.wait_thread(self._is_done, timeout):
-            raise TimeoutError(f"the value was not there after {timeout} s; it is still on its way, ask again")
+            what = self.waited_for()
+            raise TimeoutError(
+                f"the value was not there after {timeout} s; it is still on its way, ask again"
+                + (f". Waited for: {what}" if what else "")
+            )
+
+    def waited_for(self) -> str:
+        """What is on its way, in words; "" where that is not known. Whoever resolves it may know."""
+        known = getattr(getattr(self._resolve, "__self__", None), "waited_for", None)
+        return "" if known is None else str(known())
 
     def _outcome(self) -> T:
         if not self._settled:
@@ -312,6 +321,13 @@ class VoidFutureCollect(TensorFuture[None]):
             return n == 0
 
         super().__init__(is_done, self._collect, waiting)
+
+    def waited_for(self) -> str:
+        """The first of those that are on their way, and how many there are."""
+        left = [future for future in self.futures if not future.is_ready()]
+        if not left:
+            return ""
+        return f"{len(left)} of {len(self.futures)} values, the first: {left[0].waited_for()}"
 
     def _collect(self) -> None:
         errors = [error for future in self.futures if (error := future.exception()) is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from typing import Any, NoReturn
 
 from ..runtime.reply import ReplyWriter
 from ..runtime.shared import DEAD, DEAD_POOL, EXECUTOR_PID, SharedState, executor_line
+from .stacks import SIGNAL
+from .streams import RankedStream
 
 __all__ = ["Child", "become_executor"]
 
@@ -33,6 +36,8 @@ class Child:
         wake_fd: the eventfd that wakes it.
         reply_fd: its reply ring.
         stdout, stderr: writing ends of its output.
+        stacks: the file to print stacks into, see stacks.py.
+        prefix: whether lines say which rank wrote them.
         options: for the entry.
     """
 
@@ -43,6 +48,8 @@ class Child:
     reply_fd: int
     stdout: int
     stderr: int
+    stacks: int
+    prefix: bool
     options: dict[str, Any]
 
 
@@ -55,7 +62,7 @@ def become_executor(child: Child, entry: Callable[..., object]) -> NoReturn:
     status = 1
     try:
         _connect_streams(child)
-        _set_signals(child.state)
+        _set_signals(child.state, child.stacks)
         with open("/proc/self/comm", "w") as comm:
             comm.write(f"dtorch-exec-{child.index}")
         state = child.state
@@ -85,12 +92,18 @@ def _connect_streams(child: Child) -> None:
         os.close(fd)
     # Made anew: the warden's were files. Whole lines at once, as in a terminal; and no text is worth an error here.
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "w", 1, encoding=getattr(sys, name).encoding, errors="backslashreplace", closefd=False)
+        kind = RankedStream if child.prefix else io.TextIOWrapper
+        stream = kind(
+            open(fd, "wb", closefd=False),
+            encoding=getattr(sys, name).encoding,
+            errors="backslashreplace",
+            line_buffering=True,
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-def _set_signals(state: SharedState) -> None:
+def _set_signals(state: SharedState, stacks: int) -> None:
     # SIGINT stays ignored: Ctrl-C is the client's.
     control = state.control
 
@@ -103,4 +116,4 @@ def _set_signals(state: SharedState) -> None:
     signal.signal(signal.SIGTERM, end)
     # A crash in native code leaves a Python traceback among the last lines of stderr.
     faulthandler.enable(file=2, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    faulthandler.register(SIGNAL, file=stacks, all_threads=True)

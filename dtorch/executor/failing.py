@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -40,7 +41,7 @@ from .compiler import compile_call
 from .device import Device
 from .store import Poison, shards, sharing
 
-__all__ = ["Failing", "PeerFailedError"]
+__all__ = ["Failing", "PeerFailedError", "one_of"]
 
 # Writes that torch does element by element and may leave half done. So may any list of tensors.
 _SCATTERS = frozenset(
@@ -306,6 +307,17 @@ def _ranks_done(trace: TracebackType | None) -> int:
             return len(made)
         trace = trace.tb_next
     return 0
+
+
+def one_of(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The one of `ranks` whose call runs, where the calling thread is inside it; else all."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "ranks_done" in frame.f_code.co_varnames:
+            made = frame.f_locals.get("ranks_done")
+            return ranks[len(made) : len(made) + 1] or ranks if made is not None else ranks
+        frame = frame.f_back
+    return ranks
 
 
 def _may_be_half_done(message: Any, ranks_done: int) -> bool:

@@ -34,12 +34,13 @@ from ..runtime.command import (
     Threads,
     UploadPlan,
 )
-from ..runtime.shared import DONE, SharedState
+from ..runtime.shared import DONE, EXECUTOR_CONTROL, EXECUTOR_PLAN, SharedState, executor_line
 from . import operators, redistribution
 from .checkpoints import Checkpoints
 from .compiler import compile_call, compile_plan, same_draw, same_stride
 from .device import CPU, Device
-from .failing import Failing, PeerFailedError
+from .failing import Failing, PeerFailedError, one_of
+from .forks import run_here
 from .store import Poison, shards
 from .transfers import Transfers
 
@@ -77,6 +78,7 @@ class Interpreter:
         self.messages: dict[int, Any] = {}
         self.mine: dict[int, tuple[int, ...]] = {}
         self.sequence = 0  # the control message being acted on: its position in the ring
+        self._rank: int | None = None  # whose function runs, of those that from_local was given
         self.failing = Failing(
             index, state, send, self.store, self.messages, self.mine, lambda plan, p: self.plans[plan](p), self.device
         )
@@ -113,6 +115,8 @@ class Interpreter:
 
     def control(self, payload: memoryview) -> None:
         """Act on a control message."""
+        # For the watchdog, which may find this executor in it for long.
+        self.state.control[executor_line(self.index) + EXECUTOR_CONTROL] = self.sequence
         message = command.decode(payload)
         try:
             self._handlers[type(message)](message)
@@ -129,6 +133,14 @@ class Interpreter:
             raise error
 
         self.messages[plan], self.plans[plan] = message, run
+
+    def ranks_now(self) -> tuple[int, ...]:
+        """The ranks whose command runs now: one where that can be told, all of this executor in its mesh where not."""
+        if self._rank is not None:
+            return (self._rank,)
+        message = self.messages.get(self.state.control[executor_line(self.index) + EXECUTOR_PLAN])
+        mine = self.mine.get(getattr(message, "mesh", 0), ())
+        return mine if len(mine) < 2 else one_of(mine)
 
     # -- definitions --------------------------------------------------------------------------------------------
 
@@ -323,8 +335,9 @@ class Interpreter:
         made = []
         failed = False
         for rank in mine:
+            self._rank = rank
             try:
-                t = command.decode(m.function)(rank)
+                t = run_here(command.decode(m.function), rank)
                 if not isinstance(t, torch.Tensor):
                     raise TypeError(f"from_local: the function gave {type(t).__name__} for rank {rank}, not a tensor")
                 if m.shapes is not None and (tuple(t.shape) != m.shapes[rank] or t.dtype != m.dtype):
@@ -339,6 +352,8 @@ class Interpreter:
                 # The other ranks run all the same, as they would on executors of their own.
                 self.failing.report(self.sequence, error, rank, m.mesh, m.text)
                 failed = True
+            finally:
+                self._rank = None
         if failed:
             self.store[m.ref] = self.failing.poisoned(self.sequence)
             return

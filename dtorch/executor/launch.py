@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class WardenProcess:
         pid: its process id.
         pidfd: readable once it has ended.
         sock: our end of the socket pair.
+        names: what plans and meshes are called, for the watchdog.
+        claims: the eventfd of tokens, see telling.py.
     """
 
     def __init__(self, start: dict[str, Any], shared: dict[str, int]) -> None:
@@ -57,7 +60,9 @@ class WardenProcess:
         environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._captured = os.memfd_create("dtorch-warden-stderr", os.MFD_CLOEXEC)
-        self._names = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
+        self._names_fd = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
+        self.names = Names(self._names_fd)
+        self.claims = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -146,13 +151,22 @@ class WardenProcess:
             # Not Popen.wait(timeout): that sleeps up to 50 ms between two looks.
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
-            poll.poll(timeout * 1000)
+            poll.register(self.sock, select.POLLIN)
+            deadline = time.monotonic() + timeout
+            while (left := deadline - time.monotonic()) > 0:
+                found = dict(poll.poll(left * 1000))
+                said += self.messages()
+                if self.pidfd in found:
+                    break
+                if found.get(self.sock.fileno(), 0) & select.POLLHUP:
+                    poll.unregister(self.sock)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             self._process.wait()
             os.close(self.pidfd)
             self._close_files()
+        return said
 
     def forget(self) -> None:
         """In a forked child of the client: let go of all descriptors. While a child holds the socket, the warden would

@@ -34,6 +34,7 @@ from .collectives import Comm
 from .device import DeviceError, open_device
 from .interpreter import Interpreter
 from .shm_collectives import Aborted
+from .streams import RankedStream
 from .transfers import TransferReader
 
 __all__ = ["run"]
@@ -68,6 +69,7 @@ def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, option
         if transfers is None:
             reader = Reader(state, index, wake_fd)
         else:
+        RankedStream.ranks = staticmethod(interpreter.ranks_now)
             reader, tell = TransferReader(state, index, wake_fd, transfers), transfers.tell
         state.control[executor_line(index) + EXECUTOR_READY] = 1
         os.eventfd_write(state.done_fd, 1)

@@ -13,6 +13,8 @@ and the warden answers
     forked  executor → pid
     refused an executor could not be forked
     died    an executor ended: index, pid, reason, last lines of its stderr
+    stuck   what the watchdog found (watchdog.py), for whoever takes the token (telling.py)
+    lines   what an executor printed, where that is to be logged
 
 This module needs nothing but the standard library: it is used before the client's search path is known.
 """
@@ -31,8 +33,8 @@ from typing import Any
 
 __all__ = ["FORK_BATCH", "STREAMS", "Death", "close_all", "exit_reason", "receive", "send"]
 
-# Descriptors at the head of the start message: the client's stdout and stderr, its pidfd, names of plans.
-STREAMS = ("stdout", "stderr", "client", "names")
+# Descriptors at the head of the start message: the client's stdout and stderr, its pidfd, names of plans, tokens.
+STREAMS = ("stdout", "stderr", "client", "names", "claims")
 # Most executors in one fork message: two descriptors each, and the kernel takes at most 253 in a message.
 FORK_BATCH = 64
 # A socket's send buffer holds 208 KiB by default, and no message is larger.

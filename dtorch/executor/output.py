@@ -13,8 +13,12 @@ import socket
 import stat
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["LineReader", "Sink"]
+from .streams import MARK
+
+__all__ = ["LineReader", "Nowhere", "Sink", "ToClient"]
 
 _READ = 1 << 16
 # A line longer than this is passed on in pieces.
@@ -22,6 +26,9 @@ _LONGEST_LINE = 1 << 20
 # Bytes kept for a slow reader before the pipes that feed it are left alone.
 _FULL = 1 << 20
 _KEPT_CHARACTERS = 400
+# Bytes of lines in one message to the client, and messages that it may be behind.
+_MESSAGE = 16 << 10
+_WAITING = 64
 
 
 class Sink:
@@ -95,6 +102,64 @@ class Sink:
             self._socket.close()
 
 
+class Nowhere:
+    """Where lines go that nobody wants; their last ones are kept all the same, for the report of a death."""
+
+    fd = -1
+    full = False
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Drop `data`."""
+
+
+class ToClient:
+    """Lines on their way to the client's loggers.
+
+    The client reads them when it next looks. Past a bound the rest goes to the stream itself: executors that print
+    never wait for the client's interpreter, and nothing is lost.
+    """
+
+    fd = -1
+
+    def __init__(
+        self,
+        tell: Callable[[dict[str, Any]], object],
+        waiting: Callable[[], int],
+        executor: int,
+        stream: str,
+        sink: Sink,
+    ) -> None:
+        """`tell` sends a message, of which ``waiting()`` have not been taken; `sink` is the stream itself."""
+        self._tell, self._waiting, self._sink = tell, waiting, sink
+        self._executor, self._stream = executor, stream
+
+    @property
+    def full(self) -> bool:
+        """Whether enough is pending for now."""
+        return self._sink.full
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Pass on the lines in `data`."""
+        some: list[str] = []
+        size = 0
+        for line in data.splitlines():
+            # No message is larger than a socket takes, whatever JSON makes of it.
+            for start in range(0, len(line) or 1, _MESSAGE):
+                piece = bytes(line[start : start + _MESSAGE])
+                if size + len(piece) > _MESSAGE:
+                    self._send(some)
+                    some, size = [], 0
+                some.append(piece.decode(errors="backslashreplace"))
+                size += len(piece) + 1
+        self._send(some)
+
+    def _send(self, lines: list[str]) -> None:
+        if self._waiting() >= _WAITING:
+            self._sink.write("".join(line + "\n" for line in lines).encode())
+        elif lines:
+            self._tell({"event": "lines", "executor": self._executor, "stream": self._stream, "lines": lines})
+
+
 class LineReader:
     """The reading end of an executor's stdout or stderr.
 
@@ -104,8 +169,8 @@ class LineReader:
         closed: the pipe was at its end, and is closed.
     """
 
-    def __init__(self, fd: int, sink: Sink, prefix: str = "", keep: int = 0) -> None:
-        """Put `prefix` before each line; remember the last `keep` lines."""
+    def __init__(self, fd: int, sink: Sink | Nowhere | ToClient, prefix: str = "", keep: int = 0) -> None:
+        """Put `prefix` before each line that does not say which rank wrote it; remember the last `keep` lines."""
         os.set_blocking(fd, False)
         self.fd = fd
         self.sink = sink
@@ -162,5 +227,7 @@ class LineReader:
         if self._kept.maxlen:
             self._kept.extend(line for line in lines.splitlines()[-self._kept.maxlen :] if line.strip())
         if self._prefix:
-            lines = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
+            lines = b"".join(
+                line if line.startswith(MARK) else self._prefix + line for line in lines.splitlines(keepends=True)
+            )
         self.sink.write(lines)

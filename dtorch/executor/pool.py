@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -35,12 +37,14 @@ from ..runtime.shared import (
     ABORT,
     DEAD,
     DEAD_POOL,
-    EXECUTOR_PLAN,
+    EXECUTOR_READ,
     EXECUTOR_READY,
     SPOKEN,
+    WRITE,
     SharedState,
     executor_line,
 )
+from .doings import Doings
 from .launch import WardenProcess, occupy_standard_streams
 from .messages import FORK_BATCH, Death
 from .names import PlanName
@@ -64,6 +68,7 @@ class Pool:
         config: the bounds it was made with.
         state: the shared memory; executors' wake eventfds are in ``state.wake_fds``.
         options_of: gives the options that one executor has beside all others'; None for none.
+        text_of: puts a report of the watchdog into words, for the log.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class Pool:
         *,
         entry: str = "dtorch.executor.loop:run",
         options: dict[str, Any] | None = None,
-        prefix: bool = False,
+        prefix: bool | None = None,
     ) -> None:
         """Make the shared memory; no process is started yet.
 
@@ -88,7 +93,10 @@ class Pool:
         self.state = SharedState.create(config)
         self._entry = entry
         self._options = {"collectives": config.collectives, **(options or {})}
-        self._prefix = prefix
+        self._prefix = config.executor_prefix if prefix is None else prefix
+        # What the warden said that is to be logged; see speak.
+        self._news: deque[dict[str, Any]] = deque()
+        self.text_of: Callable[[dict[str, Any]], str] = text_of
         self.options_of: Callable[[int], dict[str, Any]] | None = None
         # Reentrant: a signal handler, or __del__ of a tensor, may come in anywhere.
         self._lock = threading.RLock()
@@ -125,6 +133,7 @@ class Pool:
                 "entry": self._entry,
                 "options": self._options,
                 "prefix": self._prefix,
+                "output": self.config.executor_output,
                 "watchdog": self.config.watchdog,
             }
             self._warden = WardenProcess(start, self.state.fds())
@@ -159,6 +168,7 @@ class Pool:
             while not self._progress(n):
                 self._refuse_if_late(n, deadline)
                 epoll.poll(_RECHECK)
+                self.speak()
 
     async def ensure_async(self, n: int) -> None:
         """As :meth:`ensure`, from a coroutine of asyncio or trio; the loop runs on meanwhile. May be cancelled."""
@@ -169,6 +179,7 @@ class Pool:
                 epoll.poll(0)
                 with anyio.move_on_after(_RECHECK):
                     await anyio.wait_readable(epoll.fileno())
+                self.speak()
 
     async def wait_for_death(self) -> None:
         """Return when something has died, or the pool was closed. May be cancelled."""
@@ -305,11 +316,55 @@ class Pool:
         alone: int = get_num_threads()
         return alone if n <= 1 else max(1, min(alone, available_cores() // n))
 
-    def name_plan(self, plan: int, text: str) -> None:
-        """Tell the watchdog what plan `plan` does, for its reports; one short write."""
+    def name_plan(self, plan: int, text: str, mesh: int = 0, *, exchange: bool = False) -> None:
+        """Tell the watchdog what plan `plan` does, for its reports; one short write.
+
+        Args:
+            plan, text: which, and what it does.
+            mesh: id of the mesh whose ranks run it.
+            exchange: whether executors wait for each other in it.
+        """
         with self._lock:
             if self._warden is not None and not self._closed:
-                self._warden.name_plan(plan, text)
+                self._warden.names.add_plan(plan, PlanName(text, mesh, exchange))
+
+    def name_mesh(self, mesh: int, device_type: str, ids: Sequence[int], hosts: Sequence[int]) -> None:
+        """Tell the watchdog which devices and executors the ranks of mesh `mesh` have."""
+        with self._lock:
+            if self._warden is not None and not self._closed:
+                self._warden.names.add_mesh(mesh, device_type, ids, hosts)
+
+    def doing(self, executor: int) -> str:
+        """What `executor` does now, as far as that can be seen from outside."""
+        with self._lock:
+            if self._warden is None or self._closed:
+                return ""
+            control = self.state.control
+            if control[executor_line(executor) + EXECUTOR_READ] >= control[WRITE]:
+                return ""
+            return Doings(self.state, self._warden.names).of(executor).text
+
+    def speak(self) -> None:
+        """Log what the warden has said and nobody has logged yet; not under a lock, for handlers may do anything."""
+        while self._news:
+            try:
+                message = self._news.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if message["event"] == "lines":
+                index, stream = message["executor"], message["stream"]
+                level = logging.INFO if stream == "stdout" else logging.WARNING
+                to = logging.getLogger(f"dtorch.executor.{index}")
+                for line in message["lines"]:
+                    to.log(level, "%s", line, extra={"executor": index, "stream": stream})
+            elif self._may_speak(message["number"]):
+                log.warning("%s", self.text_of(message))
+
+    def _may_speak(self, number: int) -> bool:
+        with self._lock:
+            if self._warden is None or self._closed or self.state.control[SPOKEN] >= number:
+                return False
+            return take_token(self._warden.claims)
 
     def deaths(self) -> list[Death]:
         """Executors that have died, first death first; whatever the warden has told by now. Does not wait."""
@@ -430,7 +485,9 @@ class Pool:
                 self._declare_dead()
         try:
             if warden is not None:
-                warden.end(timeout)
+                # Of its reports, it has itself said what was not taken.
+                self._news.extend(m for m in warden.end(timeout) if m["event"] == "lines")
+                self.speak()
         finally:
             for ring in self._replies.values():
                 ring.close()

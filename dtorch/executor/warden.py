@@ -31,7 +31,9 @@ from ..runtime.limits import explain
 from ..runtime.shared import ABORT, DEAD, DEAD_POOL, SharedState
 from .child import Child, become_executor
 from .messages import STREAMS, close_all, exit_reason, receive, send
-from .output import LineReader, Sink
+from .output import LineReader, Nowhere, Sink, ToClient
+from .stacks import SIGNAL
+from .telling import Reports
 from .watchdog import Watchdog
 
 __all__ = ["serve"]
@@ -140,11 +142,19 @@ class Warden:
         self._entry = entry
         self._options: dict[str, Any] = start["options"]
         self._prefix: bool = start["prefix"]
+        self._output: str = start["output"]
         n = len(STREAMS)
-        out, err, self._client, names = fds[:n]
+        out, err, self._client, names, claims = fds[:n]
         self._out, self._err = Sink(out), Sink(err)
         self._state = SharedState.attach(dict(zip(start["shared"], fds[n:], strict=True)))
-        self._watchdog = Watchdog(self._state, names, start["watchdog"])
+        self._reports = Reports(
+            self._state,
+            Watchdog(self._state, names, start["watchdog"]),
+            claims,
+            ask=lambda e: self._signal(self.executors[e], SIGNAL) if e in self.executors else None,
+            tell=self.tell,
+            write=self._err.write,
+        )
         self._outbox: deque[dict[str, Any]] = deque()
         self._paused: list[LineReader] = []
         self._waiting_sinks: set[int] = set()
@@ -169,16 +179,16 @@ class Warden:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._signal_all(signal.SIGKILL)
                 self._deadline = None
-            for report in self._watchdog.look(self._pids()):
-                self._err.write(report.text.encode())
-                for executor in report.stuck:
-                    # It prints where it is: see child.py.
-                    self._signal(self.executors[executor], signal.SIGUSR1)
+            self._reports.step(self._pids())
+        # What the client does not take any more is said here.
+        self._reports.speak()
+        self._give_up_outbox()
         for sink in (self._out, self._err):
             sink.close(_OUTPUT_GRACE)
 
     def _timeout(self) -> float | None:
-        waits = [self._watchdog.period] if self.executors and self._watchdog.period else []
+        due = self._reports.wait() if self.executors else None
+        waits = [] if due is None else [due]
         if self._deadline is not None:
             waits.append(max(0.0, self._deadline - time.monotonic()))
         if self._outbox:
@@ -213,6 +223,18 @@ class Warden:
                 self._outbox.clear()
                 return
             self._outbox.popleft()
+
+    def _give_up_outbox(self) -> None:
+        """The end: what the client does not take within a moment goes to its streams, where it is lines."""
+        deadline = time.monotonic() + _OUTPUT_GRACE
+        self._flush_outbox()
+        while self._outbox and time.monotonic() < deadline:
+            time.sleep(0.005)
+            self._flush_outbox()
+        for message in self._outbox:
+            if message["event"] == "lines":
+                sink = self._out if message["stream"] == "stdout" else self._err
+                sink.write("".join(line + "\n" for line in message["lines"]).encode())
 
     def _on_message(self) -> None:
         try:
@@ -277,14 +299,27 @@ class Warden:
         if pid == 0:
             try:
                 self._be_child(
-                    Child(index, warden, self._state, wake, reply, out_end, err_end, options), [out, err, *others]
+                    Child(
+                        index,
+                        warden,
+                        self._state,
+                        wake,
+                        reply,
+                        out_end,
+                        err_end,
+                        self._reports.stacks.fd,
+                        self._prefix,
+                        options,
+                    ),
+                    [out, err, *others],
                 )
             finally:
                 os._exit(1)  # never into the warden's own code
         close_all((out_end, err_end))
         self._state.wake_fds[index] = wake
         prefix = f"[executor {index}] " if self._prefix else ""
-        stdout, stderr = LineReader(out, self._out, prefix), LineReader(err, self._err, prefix, KEPT_LINES)
+        stdout = LineReader(out, self._sink(index, "stdout"), prefix)
+        stderr = LineReader(err, self._sink(index, "stderr"), prefix, KEPT_LINES)
         for reader in (stdout, stderr):
             self._watch(reader.fd, lambda reader=reader: self._on_output(reader))
         # Opened before the child can be reaped, so it cannot name a later process of the same number.
@@ -292,6 +327,13 @@ class Warden:
         self.executors[index] = executor
         self._watch(executor.pidfd, lambda: self._on_exit(executor))
         return pid
+
+    def _sink(self, executor: int, stream: str) -> Sink | Nowhere | ToClient:
+        """Where the lines go that `executor` writes to `stream`."""
+        sink = self._out if stream == "stdout" else self._err
+        if self._output == "log":
+            return ToClient(self.tell, lambda: len(self._outbox), executor, stream, sink)
+        return sink if self._output == "forward" else Nowhere()
 
     def _be_child(self, child: Child, fds: list[int]) -> NoReturn:
         """In the forked child: let go of all that is the warden's, then run as an executor."""
@@ -301,7 +343,7 @@ class Warden:
         self.sock.close()
         for sink in (self._out, self._err):
             sink.release()
-        self._watchdog.close()
+        self._reports.release()
         wakes = list(self._state.wake_fds.values())
         self._state.wake_fds.clear()
         for fd in {self._client, *handled, *paused, *wakes, *fds}:

@@ -45,6 +45,7 @@ from .command import (
 )
 from .draws import Draws
 from .failures import Failures
+from .hung import report
 from .operators import Operators
 from .refs import FREE_RECORDS, Plan, freed, next_ref
 from .restarting import Budget, Restoration, hooks, restoring
@@ -91,6 +92,7 @@ class Client:
         )
         self.writer = Writer(self.state, self.config, in_loop=in_event_loop, while_waiting=self.check)
         self.failures = Failures(self)
+        self.pool.text_of = lambda message: report(self, message)
         self.pid = os.getpid()
         self.closed = False
         # Refs below are of pools that have ended, or of the process that forked this one.
@@ -201,6 +203,7 @@ class Client:
                 else:
                     self._ensure_gpus(sorted(set(hosts)))
                 id = len(self._meshes) + 1
+                self.pool.name_mesh(id, mesh.device_type, mesh.ids, hosts)
                 self.send(DefineMesh(id, hosts))
                 found = self._meshes[mesh] = (id, hosts, tuple(sorted(set(hosts))))
         return found
@@ -336,6 +339,7 @@ class Client:
             self.writer.refuse()
             self.drain()
             raise self._death()
+        self.pool.speak()
 
     def _death(self) -> PoolError:
         """Why the pool has ended. The word may be seen a moment before the reason is read."""

@@ -117,6 +117,10 @@ class Config:
             deaths are treated as "raise" says.
         blocking: every call waits for its result and fails where it stands.
         collectives: "shm" (shared memory) or "gloo".
+        executor_output: what becomes of lines that executors print. "forward": to this process's stdout and stderr, by
+            the warden; "log": to the loggers ``dtorch.executor.<index>``, stdout as INFO and stderr as WARNING, when
+            the program next waits for a value, or looks whether one is there; "quiet": nowhere.
+        executor_prefix: whether each such line begins with the rank that wrote it.
         same_device: simulation; one executor hosts every rank of any mesh.
         same_device_count: how many devices the simulation has.
     """
@@ -140,6 +144,8 @@ class Config:
     restart_window: float = field(default=60.0, compare=False)
     blocking: bool = False
     collectives: str = "shm"
+    executor_output: str = "forward"
+    executor_prefix: bool = True
     same_device: bool = False
     same_device_count: int = 8
 
@@ -203,6 +209,8 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "restart_window": _seconds(zero=False),
     "blocking": _FLAG,
     "collectives": (lambda v: v in ("shm", "gloo"), '"shm" or "gloo"'),
+    "executor_output": (lambda v: v in ("forward", "log", "quiet"), '"forward", "log" or "quiet"'),
+    "executor_prefix": _FLAG,
     "same_device": _FLAG,
     "same_device_count": _whole(1),
 }

@@ -25,7 +25,7 @@ from .transport import rebuild
 if TYPE_CHECKING:
     from .client import Client
 
-__all__ = ["Failures", "internal_files", "site_of", "user_frame", "with_site"]
+__all__ = ["Failures", "internal_files", "is_internal", "is_ours", "site_of", "user_frame", "with_site"]
 
 log = logging.getLogger("dtorch")
 
@@ -56,6 +56,11 @@ def is_internal(filename: str) -> bool:
             found = filename.startswith((_OURS, _TORCH))
         internal_files[filename] = found
     return found
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a line of `filename` is dtorch's own."""
+    return filename.startswith(_OURS)
 
 
 def user_frame(frame: FrameType) -> FrameType:

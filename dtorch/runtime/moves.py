@@ -129,7 +129,7 @@ def _define(c: Client, pairs: tuple[tuple[TensorSpec, TensorSpec], ...]) -> _Mov
     text = ", ".join(f"{s.describe()} -> {list(d.placements)}" for s, d in pairs[:3])
     text = f"redistribute({text})"
     c.send(RedistributePlan(move.id, source, target, programs, n, text))
-    c.pool.name_plan(move.id, text)
+    c.pool.name_plan(move.id, text, source, exchange=True)
     move.bytes_moved = sum(p.bytes_moved for p in plans)
     move.kinds = tuple(k for p in plans for k in p.kinds)
     return move

@@ -251,7 +251,7 @@ def define(client: Client, op: Operator, call: Call, decided: sharding.Plan, num
             layouts,
         )
     )
-    client.pool.name_plan(plan.id, text)
+    client.pool.name_plan(plan.id, text, mesh)
     plan.news = sum(new)
     if len(shape) == 1 and shape[0][0] == "new":
         out = decided.outs[0]

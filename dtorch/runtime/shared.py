@@ -33,6 +33,7 @@ __all__ = [
     "DONE",
     "DOZING",
     "ERROR",
+    "EXECUTOR_CONTROL",
     "EXECUTOR_DONE",
     "EXECUTOR_PID",
     "EXECUTOR_PLAN",
@@ -43,6 +44,7 @@ __all__ = [
     "EXECUTOR_UPLOADED",
     "PENDING",
     "RUNNING",
+    "SPOKEN",
     "WAITING",
     "WRITE",
     "SharedState",
@@ -57,6 +59,7 @@ WAITING = 8  # how many waiters of the client sleep on the done eventfd
 DEAD = 16  # 0, or 1 + index of the first executor that died, or DEAD_POOL
 ABORT = 24  # nonzero frees every executor from collectives
 MISC = 32  # reserved
+SPOKEN = 33  # number of the last report that the warden has said itself, the client not having taken it
 _LAYOUT = 40  # version, max_executors, slots: written once, at creation
 _LINES = 64  # first executor's line
 _LINE = 16  # words of one executor's line
@@ -72,6 +75,7 @@ EXECUTOR_PLAN = 8  # plan id it runs now, 0 for none (for the watchdog)
 EXECUTOR_STARTED = 9  # monotonic_ns when that began
 EXECUTOR_READY = 10  # 1 once it reads the ring
 EXECUTOR_PID = 11
+EXECUTOR_CONTROL = 12  # ring position of the control message it acts on, or has acted on last
 
 RUNNING, DOZING, ASLEEP = 0, 1, 2
 

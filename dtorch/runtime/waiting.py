@@ -113,6 +113,7 @@ class Waiting:
         self._count = 0
         self._lost: deque[int] = deque()
         self._local = threading.local()
+        self._hubs: weakref.WeakSet[hubs.AsyncioHub] = weakref.WeakSet()
         self.helper: Watcher = _Helper(self)
 
     @property
@@ -169,6 +170,10 @@ class Waiting:
                 await anyio.sleep(_THROTTLE)
         finally:
             self.pausing -= 1
+
+    def loops(self) -> list[asyncio.AbstractEventLoop]:
+        """The asyncio loops in which something waits."""
+        return [hub.loop for hub in list(self._hubs) if hub._pending]
 
     def watch(self, ready: Ready, callback: Callable[[], None]) -> None:
         """Call `callback` once, when ``ready()``: from the running asyncio loop, else from a helper thread."""
@@ -254,6 +259,7 @@ class Waiting:
         if hub is None or hub.loop is not loop or hub.closed:
             hub = hubs.AsyncioHub(self, loop)
             self._local.asyncio = weakref.ref(hub)  # the loop alone keeps it alive
+            self._hubs.add(hub)
         return hub
 
     def _anyio_hub(self) -> hubs.AnyioHub:

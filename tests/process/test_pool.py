@@ -50,7 +50,8 @@ class Driver:
     """A pool of stand-in executors, and a way to tell them what to do."""
 
     def __init__(self, n: int = 2, config: Config = CONFIG, torch: bool = False, **options: Any) -> None:
-        self.pool = Pool(config, entry=f"{ENTRIES}:obey", **options)
+        # Lines as they are, unless a test is about what stands before them.
+        self.pool = Pool(config, entry=f"{ENTRIES}:obey", **{"prefix": False, **options})
         self.writer = Writer(self.pool.state, config)
         with importing(torch):
             self.grow(n)
@@ -159,7 +160,8 @@ def test_executors_hold_only_the_descriptors_they_need(shared: Driver) -> None:
             # Mapping a file keeps a descriptor of its own, so each of these comes twice. Nothing else is there: not
             # the client's, the warden's or a sibling's.
             assert sorted(kinds) == sorted(
-                ["/dev/null", "pipe", "pipe"]
+                # Stacks: where it prints, when the warden asks, what it is at.
+                ["/dev/null", "pipe", "pipe", "/memfd:dtorch-stacks"]
                 + [f"/memfd:dtorch-{name}" for name in ("control", "ring", "arena", "collective", "reply")] * 2
                 + ["anon_inode:[eventfd]"] * 2
             )
