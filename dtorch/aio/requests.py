@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import threading
@@ -146,14 +147,28 @@ class Batch:
 
 def twin(error: Exception) -> Exception:
     """`error` again, for another caller: a traceback grows where it is raised, and notes where it is caught."""
-    try:
-        made = copy.copy(error)
-        if made is error or type(made) is not type(error) or str(made) != str(error):
-            return error
-    except Exception:  # its constructor wants what it does not keep
+    made = _copy(error)
+    if made is error:
         return error
     if notes := getattr(error, "__notes__", None):
         made.__notes__ = list(notes)
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
     return made.with_traceback(error.__traceback__)
+
+
+def _copy(error: Exception) -> Exception:
+    """Another like `error`; itself where none can be made."""
+    # A constructor may want what it does not keep: without it, then.
+    for make in (copy.copy, _unconstructed):
+        with contextlib.suppress(Exception):
+            made = make(error)
+            if made is not error and type(made) is type(error) and str(made) == str(error):
+                return made
+    return error
+
+
+def _unconstructed(error: Exception) -> Exception:
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    return made

@@ -31,7 +31,7 @@ def mesh() -> dtorch.DeviceMesh:
 
 
 class Odd(Exception):
-    """Cannot be copied: its constructor wants more than it keeps."""
+    """copy.copy() fails: its constructor wants more than it keeps."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -67,7 +67,7 @@ def test_an_error_reaches_exactly_the_callers_of_its_batch(mesh: dtorch.DeviceMe
                 lines = [frame.name for frame in traceback.extract_tb(found.__traceback__)]
                 assert lines[-1] in ("f", "_outcome") or kind == "far", lines
                 assert lines.count("one") == 1, f"a traceback has grown by another caller: {lines}"
-        for kind in ("raise", "far"):
+        for kind in ("raise", "far", "odd"):
             errors = [e for k, e in zip(kinds * 3, got, strict=True) if k == kind]
             assert len({id(e) for e in errors}) == 3
         m = f.metrics
