@@ -6,7 +6,8 @@
 
 The model runs in executors; this process speaks HTTP and never waits for them. `--tp 2` cuts every matrix in two,
 `--dp 2` every batch. Concurrent requests share batches. A full queue answers 429 with Retry-After, a client that
-leaves takes its queued work along, and Ctrl-C or SIGTERM answers what has come in and leaves no process.
+leaves takes its queued work along, and Ctrl-C or SIGTERM answers what has come in and leaves no process. When an
+executor dies, callers get 503 with Retry-After until the weights are loaded again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field
 from transformers import AutoModel, AutoTokenizer
-from web import Health, Requests, Sample, Text, answer_errors, prometheus, serve, settle, unless_disconnected
+from web import (
+    Health,
+    Requests,
+    Sample,
+    Text,
+    answer_errors,
+    death_argument,
+    prometheus,
+    serve,
+    settle,
+    unless_disconnected,
+)
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -67,10 +79,14 @@ class Embedder:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         transformers.utils.logging.disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-        self.model = AutoModel.from_pretrained(WEIGHTS).eval().requires_grad_(False)
         self.mesh = mesh
-        parallelize_module(self.model, mesh["tp"], PLAN)
-        self.model.to(mesh)
+        self.load()
+
+    def load(self) -> None:
+        """Put the model on the executors; again, where those have died that had it."""
+        model = AutoModel.from_pretrained(WEIGHTS).eval().requires_grad_(False)
+        parallelize_module(model, self.mesh["tp"], PLAN)
+        self.model = model.to(self.mesh)
 
     def tokenize(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their mask, int64[texts, longest text]."""
@@ -108,11 +124,19 @@ def application(embedder: Embedder, health: Health, warm: int, **batching: Any) 
     texts_embedded = 0
     turn = anyio.Lock()
 
+    async def warm_up() -> None:
+        await embedder.warm_up(batching["max_size"], warm)
+        settle()
+
+    # What a start does, done again on fresh executors before any request gets through to them.
+    dtorch.on_restart(embedder.load)
+    dtorch.on_restart(warm_up)
+    dtorch.on_restart(health.restored)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with dtorch.aio.lifespan(mesh=embedder.mesh, strict=True)(app):
-            await embedder.warm_up(batching["max_size"], warm)
-            settle()
+            await warm_up()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(health.watch)
                 yield
@@ -134,6 +158,7 @@ def application(embedder: Embedder, health: Health, warm: int, **batching: Any) 
             health.check()
             vectors = await unless_disconnected(request, embeddings(body.texts))
             texts_embedded += len(vectors)
+            health.served()
         # A batch answers many at once. They write their answers one by one, and the loop serves others in between.
         async with turn:
             answer = msgspec.json.encode({"embeddings": vectors.tolist()})
@@ -146,6 +171,7 @@ def application(embedder: Embedder, health: Health, warm: int, **batching: Any) 
     def samples() -> Iterator[Sample]:
         yield from requests.samples("embed")
         yield "embed_texts_total", "counter", texts_embedded, {}
+        yield "recoveries_total", "counter", health.recoveries, {}
         m = embed.metrics
         for outcome in ("completed", "refused", "cancelled", "failed"):
             yield "embed_calls_total", "counter", getattr(m, outcome), {"outcome": outcome}
@@ -173,11 +199,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-delay", type=float, default=0.004, metavar="SECONDS", help="longest wait for company")
     parser.add_argument("--max-queue", type=int, default=1024, help="requests that wait; more get 429")
     parser.add_argument("--warm", type=int, default=32, metavar="TOKENS", help="make ready for texts of this length")
+    death_argument(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
+    dtorch.configure(on_executor_death=args.on_executor_death)
     torch.set_num_threads(args.threads)
     mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=["dp", "tp"])
     batching = {"max_size": args.max_batch, "max_delay": args.max_delay, "max_queue": args.max_queue}

@@ -7,7 +7,9 @@
 
 Continuous batching: every step computes the next token of all sequences there are. New ones join between two steps,
 finished ones, and those whose client has left, leave. Keys and values of earlier tokens stay in the executors. Shapes
-come from a short list, so that a sequence that grows needs no new plan. `--tp 2` cuts every matrix and the cache.
+come from a short list, so that a sequence that grows needs no new plan. `--tp 2` cuts every matrix and the cache. When
+an executor dies, running sequences end with an error, and callers get 503 with Retry-After until the weights are there
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from gpt import GPT, PLAN, batches, load, read_text
 from pydantic import BaseModel, Field, field_validator
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
-from web import Health, Requests, Sample, Text, answer_errors, prometheus, serve, settle
+from web import Health, Requests, Sample, Text, answer_errors, death_argument, prometheus, serve, settle
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -110,13 +112,17 @@ class Engine:
         self.row_sizes = tuple(sorted({n for n in (1, 4, 16, 64) if n < slots} | {slots}))
         self.lengths = tuple(sorted({n for n in (64, 256, 1024) if n < capacity} | {capacity}))
         self.cache_shape = (slots, heads, capacity, width // heads)
-        self.empty_cache()
-        self.places = {n: dtorch.distribute_tensor(torch.arange(n), mesh, [Replicate()]) for n in self.lengths}
+        self.prepare()
         self.slots: list[Sequence | None] = [None] * slots
         self.queue: deque[Sequence] = deque()
         self.counts = Counts()
         self.error: BaseException | None = None  # why it has stopped
         self._arrival = anyio.Event()
+
+    def prepare(self) -> None:
+        """Make what it holds on the executors beside the model; again, where those have died that had it."""
+        self.empty_cache()
+        self.places = {n: dtorch.distribute_tensor(torch.arange(n), self.mesh, [Replicate()]) for n in self.lengths}
 
     def empty_cache(self) -> None:
         """A new cache, for no sequence."""
@@ -195,11 +201,12 @@ class Engine:
             sequence.tokens.close()
 
     async def run(self) -> None:
-        """Compute for as long as there are sequences, then wait for the next.
+        """Compute for as long as there are sequences, then wait for the next. May be called again when it has raised.
 
         Raises:
             Exception: it cannot go on; all sequences there are have ended with this error.
         """
+        self.error = None
         try:
             await self._run()
         except Exception as error:
@@ -207,6 +214,7 @@ class Engine:
             for s in (*self.slots, *self.queue):
                 if s is not None:
                     self._end(s, error)
+            self.slots = [None] * len(self.slots)
             self.queue.clear()
             raise
 
@@ -294,17 +302,27 @@ class Prompt(BaseModel):
 
 
 def application(model: GPT, mesh: dtorch.DeviceMesh, health: Health, slots: int, max_queue: int) -> FastAPI:
-    """The server around `model`, which is moved to `mesh`."""
+    """The server around `model`, which lies on `mesh`."""
     requests = Requests()
+    # On the client: what lies on executors dies with them.
+    weights = {name: t.to_torch() for name, t in model.state_dict().items()}
     engine: Engine
+
+    async def warm_up() -> None:
+        await engine.warm_up()
+        settle()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal engine
         async with dtorch.aio.lifespan(mesh=mesh, strict=True)(app):
             engine = Engine(model, mesh, slots, max_queue)
-            await engine.warm_up()
-            settle()
+            await warm_up()
+            # What a start does, done again on fresh executors before any request gets through to them.
+            dtorch.on_restart(lambda: model.load_state_dict(weights))
+            dtorch.on_restart(lambda: engine.prepare())
+            dtorch.on_restart(warm_up)
+            dtorch.on_restart(health.restored)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run_engine)
                 tasks.start_soon(health.watch)
@@ -312,10 +330,19 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, health: Health, slots: int,
                 tasks.cancel_scope.cancel()
 
     async def run_engine() -> None:
-        try:
-            await engine.run()
-        except Exception as error:
-            health.fail(error)
+        steps = -1
+        while True:
+            try:
+                await engine.run()
+            except (dtorch.errors.PoolError, dtorch.errors.TensorLostError) as error:
+                if engine.counts.steps == steps:  # nothing has worked since the last time
+                    health.fail(error)
+                steps = engine.counts.steps
+                if health.reason is not None or not await health.recover(error):
+                    return
+            except Exception as error:
+                health.fail(error)
+                return
 
     app = FastAPI(title="GPT on dtorch", lifespan=lifespan)
     answer_errors(app, health)
@@ -373,6 +400,7 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, health: Health, slots: int,
         yield from requests.samples("generate")
         yield "generate_tokens_total", "counter", engine.counts.tokens, {}
         yield "generate_steps_total", "counter", engine.counts.steps, {}
+        yield "recoveries_total", "counter", health.recoveries, {}
         yield "generate_shapes", "gauge", len(engine.counts.shapes), {}
         yield "generate_sequences", "gauge", sum(s is not None and not s.ended for s in engine.slots), {}
         yield "generate_queue_depth", "gauge", len(engine.queue), {}
@@ -415,11 +443,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of what is learned from")
     parser.add_argument("--slots", type=int, default=16, help="sequences computed at once")
     parser.add_argument("--max-queue", type=int, default=256, help="sequences that wait for a slot; more get 429")
+    death_argument(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
+    dtorch.configure(on_executor_death=args.on_executor_death)
     torch.set_num_threads(args.threads)
     mesh = dtorch.init_device_mesh(args.device, (args.tp,), mesh_dim_names=["tp"])
     if args.checkpoint:

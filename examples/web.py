@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
@@ -47,22 +48,29 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Health:
-    """Whether the server can do its work. Without executors it cannot, and it ends, for its supervisor to restart it:
-    weights and caches are gone with them, and a start knows how to make them.
+    """Whether the server can do its work. Without executors it cannot: weights and caches are gone with them. With
+    ``on_executor_death="restart"`` hooks make them again on fresh ones, and callers get a 503 meanwhile; else, or where
+    that fails, the server ends, for its supervisor to start it again.
 
     Attributes:
         reason: why it cannot; it is about to end then.
+        lost: what has died, until its work can be done again.
+        recoveries: how often that was.
         stop: ends the server.
     """
 
     GRACE = 2.0  # seconds between the failure and the end, in which callers and load balancers are told: 503
     SILENCE = 30.0  # seconds without an answer of the executors after which they count as stuck
+    PATIENCE = 60.0  # seconds in which no request was answered for what was lost, before the server ends
 
     def __init__(self, mesh: dtorch.DeviceMesh) -> None:
         self.mesh = mesh
         self.reason: str | None = None
+        self.lost: str | None = None
+        self.recoveries = 0
         self.stop: Callable[[], None] = lambda: None
         self._answered = math.inf
+        self._lost_since: float | None = None
         self._failed = anyio.Event()
 
     def fail(self, error: BaseException) -> None:
@@ -71,6 +79,35 @@ class Health:
             self.reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             log.critical("cannot go on, exiting with status 1 for a supervisor to restart: %s", self.reason)
             self._failed.set()
+
+    def lose(self, error: BaseException) -> None:
+        """A request has met executors that have died, or what was lost with them."""
+        now = time.monotonic()
+        if self._lost_since is None:
+            self._lost_since = now
+        elif now - self._lost_since > self.PATIENCE:
+            self.fail(error)
+        self.lost = self.lost or f"{type(error).__name__}: {error}".partition("\n")[0]
+
+    def served(self) -> None:
+        """A request was answered."""
+        self.lost = self._lost_since = None
+
+    async def recover(self, error: BaseException) -> bool:
+        """Wait until hooks have made anew what died; whether they have. If not, the server ends."""
+        self.lose(error)
+        try:
+            await dtorch.aio.recovered()
+        except dtorch.errors.PoolError as final:
+            self.fail(final)
+            return False
+        return True
+
+    def restored(self) -> None:
+        """The last of the hooks: what died has been made anew."""
+        log.warning("serving again after: %s", self.lost)
+        self.recoveries += 1
+        self.lost, self._answered = None, time.monotonic()
 
     async def watch(self) -> None:
         """Ask all executors for a number, once a second; end the server when they, or anything else, have failed."""
@@ -87,23 +124,26 @@ class Health:
             try:
                 await dtorch.zeros(self.mesh.size(), device_mesh=self.mesh, placements=[Shard(0)] * self.mesh.ndim)
             except dtorch.errors.PoolError as error:
-                self.fail(error)
-                return
+                if not await self.recover(error):
+                    return
             except Exception as error:  # too much is in flight, say: it may pass, and counts as silence until then
                 log.warning("the executors gave no answer: %s", error)
             else:
                 self._answered = time.monotonic()
+                self.lost = None
             await anyio.sleep(1)
 
     def check(self) -> None:
-        """Raise a PoolError if the server cannot go on."""
+        """Raise a PoolError if the server cannot go on, or not yet."""
         if self.reason is not None:
             raise dtorch.errors.PoolError(f"the server is about to end: {self.reason}")
+        if self.lost is not None:
+            raise dtorch.errors.PoolRestartingError(f"weights are being loaded again: {self.lost}")
 
     def answer(self) -> JSONResponse:
         """200, or 503 with the reason."""
         silent = time.monotonic() - self._answered
-        reason = self.reason
+        reason = self.reason or self.lost
         if reason is None and silent > self.SILENCE:
             reason = f"the executors have not answered for {silent:.0f} s"
         if reason is None:
@@ -156,6 +196,16 @@ class Requests:
             yield f"{name}_seconds_bucket", "histogram", below, {"le": "+Inf" if bound == math.inf else f"{bound:g}"}
         yield f"{name}_seconds_sum", "histogram", self.seconds, {}
         yield f"{name}_seconds_count", "histogram", ended, {}
+
+
+def death_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that says what becomes of the server when an executor dies."""
+    parser.add_argument(
+        "--on-executor-death",
+        default="restart",
+        choices=["restart", "raise"],
+        help="load the weights again on fresh executors, or end for a supervisor to start the server again",
+    )
 
 
 def process_samples() -> Iterator[Sample]:
@@ -230,8 +280,9 @@ def answer_errors(app: FastAPI, health: Health) -> None:
     @app.exception_handler(dtorch.errors.TensorLostError)
     @app.exception_handler(dtorch.errors.PoolError)
     async def lost(request: Request, error: Exception) -> JSONResponse:
-        health.fail(error)
-        return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": "5"})
+        health.lose(error)
+        after = str(math.ceil(getattr(error, "retry_after", 5)))
+        return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": after})
 
     @app.exception_handler(dtorch.errors.OverloadedError)
     async def overloaded(request: Request, error: dtorch.errors.OverloadedError) -> JSONResponse:
@@ -244,9 +295,11 @@ def answer_errors(app: FastAPI, health: Health) -> None:
 
 
 def settle() -> None:
-    """At the end of the start: what there is by now stays. Going through all of it, torch and transformers included,
-    the garbage collector would stop the loop for a tenth of a second, again and again.
+    """At the end of the start, and when what was lost is there again: what there is by now stays. Going through all of
+    it, torch and transformers included, the garbage collector would stop the loop for a tenth of a second, again and
+    again.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -141,6 +141,27 @@ async def ends_without_executors(server: Server, http: Any, path: str, body: dic
     assert "Traceback" not in printed, printed
 
 
+async def serves_again(server: Server, http: Any, path: str, body: dict[str, Any]) -> Any:
+    """Kill an executor: callers get 503 with Retry-After for a while, then 200; that answer."""
+    recovered = server.metrics()["recoveries_total"]
+    os.kill(max(server.family()), signal.SIGKILL)
+    deadline, refused = time.monotonic() + 90, 0
+    while True:
+        answer = await http.post(path, json=body)
+        if answer.status_code == 200 and server.metrics()["recoveries_total"] > recovered:
+            break
+        if answer.status_code != 200:
+            assert answer.status_code == 503 and int(answer.headers["Retry-After"]) >= 1, answer.text
+            refused += 1
+        assert time.monotonic() < deadline, "the weights were not loaded again"
+        await asyncio.sleep(0.02)
+    assert refused
+    health = await http.get("/healthz")
+    assert health.status_code == 200, health.text
+    assert server.process.poll() is None
+    return answer
+
+
 # ---- embeddings -------------------------------------------------------------------------------------
 
 SENTENCES = [
@@ -229,10 +250,34 @@ async def test_a_full_queue_and_clients_that_leave() -> None:
 
 @REAL_MODEL
 async def test_embeddings_end_with_their_executors() -> None:
-    with serving("serve_embeddings", "--warm", 0, "--dp", 2) as server:
+    with serving("serve_embeddings", "--warm", 0, "--dp", 2, "--on-executor-death", "raise") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
             assert (await http.post("/embed", json={"texts": ["a", "b"]})).status_code == 200
             await ends_without_executors(server, http, "/embed", {"texts": ["a"]})
+
+
+@REAL_MODEL
+async def test_embeddings_are_served_again_after_a_death(truth: dict[str, torch.Tensor]) -> None:
+    texts = SENTENCES[:2]
+
+    def check(answer: Any) -> None:
+        for text, vector in zip(texts, answer.json()["embeddings"], strict=True):
+            torch.testing.assert_close(torch.tensor(vector), truth[text], rtol=0, atol=1e-5)
+
+    with serving("serve_embeddings", "--warm", 16, "--max-batch", 2, "--dp", 2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=100) as http:
+            check(await http.post("/embed", json={"texts": texts}))
+            for _ in range(2):
+                # Others ask meanwhile: each gets an answer, and no wrong one.
+                asked = [asyncio.create_task(http.post("/embed", json={"texts": texts})) for _ in range(8)]
+                check(await serves_again(server, http, "/embed", {"texts": texts}))
+                for answer in await asyncio.gather(*asked):
+                    if answer.status_code == 200:
+                        check(answer)
+                    else:
+                        assert answer.status_code == 503, answer.text
+                check(await http.post("/embed", json={"texts": texts}))
+            assert adds_up(server.metrics(), "embed")
 
 
 @REAL_MODEL
@@ -372,13 +417,31 @@ async def test_a_sequence_that_fails_fails_alone(gpt: Any, checkpoint: Path, tmp
 
 @pytest.mark.parametrize("busy", [True, False])
 async def test_generation_ends_with_its_executors(gpt: Any, checkpoint: Path, busy: bool) -> None:
-    with serving("serve_generate", "--checkpoint", checkpoint, "--tp", 2, "--slots", 2) as server:
+    args = ("--checkpoint", checkpoint, "--tp", 2, "--slots", 2, "--on-executor-death", "raise")
+    with serving("serve_generate", *args) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
             stream = events(http, prompt="abc", max_tokens=60)
             if busy:
                 await anext(stream)
             await ends_without_executors(server, http, "/generate", {"prompt": "a"})
             assert not busy or "error" in [event async for event in stream][-1]
+
+
+async def test_text_is_generated_again_after_a_death(gpt: Any, checkpoint: Path) -> None:
+    expected = written(gpt, checkpoint, "abc", 40)
+    with serving("serve_generate", "--checkpoint", checkpoint, "--tp", 2, "--slots", 2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=100) as http:
+            assert await generated(http, prompt="abc", max_tokens=40) == expected
+            for busy in (True, False):
+                stream = events(http, prompt="abc", max_tokens=60)
+                if busy:
+                    await anext(stream)
+                await serves_again(server, http, "/generate", {"prompt": "a", "max_tokens": 1})
+                assert not busy or "error" in [event async for event in stream][-1]
+                found = await asyncio.gather(*[generated(http, prompt="abc", max_tokens=40) for _ in range(4)])
+                assert found == [expected] * 4
+            m = await asyncio.to_thread(server.wait_for, lambda m: m["generate_requests_in_progress"] == 0)
+            assert m["recoveries_total"] == 2 and adds_up(m, "generate")
 
 
 async def test_clients_leave_and_others_go_on(gpt: Any, checkpoint: Path) -> None:
