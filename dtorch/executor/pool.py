@@ -110,6 +110,7 @@ class Pool:
         self._replies: dict[int, ReplyReader] = {}
         self._deaths: list[Death] = []
         self._warden_death: Death | None = None
+        self._met = False  # whether anyone was told how the pool has ended
         self._refused: str | None = None
         self._due: float | None = None  # when the executors that were requested must be ready
         self._hello: dict[str, Any] | None = None
@@ -378,6 +379,12 @@ class Pool:
             return False
         return bool(self._deaths) or (self._warden_death is not None and self._hello is not None)
 
+    def unmet_death(self) -> Death | None:
+        """The death that has ended the pool, if nobody was told of it."""
+        if self._met or self.check() or self._owner != os.getpid():
+            return None
+        return self._deaths[0] if self._deaths else self._warden_death
+
     def check(self) -> bool:
         """Look, without waiting, whether anything has died; True while all is well.
 
@@ -431,6 +438,7 @@ class Pool:
         if self._deaths:
             raise ExecutorDiedError(f"{self._deaths[0]}\nThe pool has ended with it; {_RESTART}")
         if self._warden_death is not None:
+        self._met = True
             if self._hello is None:
                 raise PoolError(self._start_failure(self._warden_death))
             raise PoolError(f"{self._warden_death}\nAll executors ended with it; {_RESTART}")

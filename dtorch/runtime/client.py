@@ -477,6 +477,7 @@ class Client:
         began = now = time.monotonic()
         deadline = now + SETTLE
         while self.writer.behind() and not self.control[DEAD] and now < deadline and self.pool.check():
+        unmet = self.pool.unmet_death()
             time.sleep(0.001)
             now = time.monotonic()
             if now < began + STARTING and len(self.pool.alive) < len(self.writer.readers):
@@ -491,6 +492,8 @@ class Client:
             "with t.to_torch() before the fork"
         )
         self.closed = True
+            if unmet is not None:
+                log.error("%s\nThe pool has ended with it; nothing needed it after that", unmet)
 
 
 # What torch's generators say of their seed while nobody has given one.

@@ -259,19 +259,26 @@ print(x.sum().item())
 
 @pytest.fixture
 def held() -> Iterator[tuple[dtorch.Tensor, Callable[[], object]]]:
-    """float32[4] on two ranks, which rank 1 makes only when the second is called."""
+    """float32[4] on two ranks, which rank 1 makes only when the second is called; rank 1 is at it, rank 0 is not."""
     read, write = os.pipe()
-    path = f"/proc/{os.getpid()}/fd/{read}"
+    at_it, says = os.pipe()
+    path, there = (f"/proc/{os.getpid()}/fd/{fd}" for fd in (read, says))
 
     def local(rank: int) -> torch.Tensor:
         if rank == 1:
+            with open(there, "w") as started:
+                started.write("!")
             with open(path) as gate:
                 gate.read(1)
         return torch.ones(2)
 
     mesh = init_device_mesh("cpu", (2,))
     made = dtorch.from_local(local, mesh, [Shard(0)], shape=(4,))
+    assert os.read(at_it, 1) == b"!"
+    assert made.to_local(0).tolist() == [1, 1]
     yield made, lambda: os.write(write, b"!")
+    os.close(at_it)
+    os.close(says)
     os.close(write)
     made.redistribute(placements=[Replicate()]).to_torch()
     os.close(read)
