@@ -66,10 +66,10 @@ def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, option
             nccl=device.nccl,
         )
         interpreter = Interpreter(index, state, reply.send, comm, device, transfers)
+        RankedStream.ranks = staticmethod(interpreter.ranks_now)
         if transfers is None:
             reader = Reader(state, index, wake_fd)
         else:
-        RankedStream.ranks = staticmethod(interpreter.ranks_now)
             reader, tell = TransferReader(state, index, wake_fd, transfers), transfers.tell
         state.control[executor_line(index) + EXECUTOR_READY] = 1
         os.eventfd_write(state.done_fd, 1)

@@ -435,10 +435,10 @@ class Pool:
             )
         if self._closed:
             raise PoolError(f"the pool is shut down; {_RESTART}")
+        self._met = True
         if self._deaths:
             raise ExecutorDiedError(f"{self._deaths[0]}\nThe pool has ended with it; {_RESTART}")
         if self._warden_death is not None:
-        self._met = True
             if self._hello is None:
                 raise PoolError(self._start_failure(self._warden_death))
             raise PoolError(f"{self._warden_death}\nAll executors ended with it; {_RESTART}")

@@ -242,13 +242,13 @@ class Client:
         """A fresh plan id."""
         return next(self._plan_ids)
 
-    def issue(self, plan: Plan, words: Iterable[int | float]) -> int:
-        """Publish one record of `plan`; its place in the ring. The general form of what `dispatch` writes inline."""
-        writer = self.writer
     def drop_plans(self, plans: tuple[int, ...]) -> None:
         """Executors forget `plans`, which no record will name again."""
         self.send(DropPlans(plans))
 
+    def issue(self, plan: Plan, words: Iterable[int | float]) -> int:
+        """Publish one record of `plan`; its place in the ring. The general form of what `dispatch` writes inline."""
+        writer = self.writer
         with writer.lock:
             head = writer.head
             end = head + plan.nwords
@@ -330,6 +330,7 @@ class Client:
                 self.writer.refuse()
             self.drain()
             self.slots.glance()
+        self.pool.speak()
 
     def check(self) -> None:
         """Raise if the pool is closed or an executor died."""
@@ -339,7 +340,6 @@ class Client:
             self.writer.refuse()
             self.drain()
             raise self._death()
-        self.pool.speak()
 
     def _death(self) -> PoolError:
         """Why the pool has ended. The word may be seen a moment before the reason is read."""
@@ -454,6 +454,7 @@ class Client:
         """End the executors; idempotent. Without `settle`, what was issued last is not waited for."""
         if self.closed or self.pid != os.getpid():
             return
+        unmet = self.pool.unmet_death()
         try:
             if settle:
                 self._settle()
@@ -467,6 +468,8 @@ class Client:
                 log.debug("replies could not be read at exit", exc_info=True)
             self.pool.shutdown()
             self.failures.summary()
+            if unmet is not None:
+                log.error("%s\nThe pool has ended with it; nothing needed it after that", unmet)
 
     def _settle(self) -> None:
         """Give what was issued last a moment to run: its failures would go unsaid, with nobody left to ask."""
@@ -477,7 +480,6 @@ class Client:
         began = now = time.monotonic()
         deadline = now + SETTLE
         while self.writer.behind() and not self.control[DEAD] and now < deadline and self.pool.check():
-        unmet = self.pool.unmet_death()
             time.sleep(0.001)
             now = time.monotonic()
             if now < began + STARTING and len(self.pool.alive) < len(self.writer.readers):
@@ -492,8 +494,6 @@ class Client:
             "with t.to_torch() before the fork"
         )
         self.closed = True
-            if unmet is not None:
-                log.error("%s\nThe pool has ended with it; nothing needed it after that", unmet)
 
 
 # What torch's generators say of their seed while nobody has given one.
