@@ -18,11 +18,12 @@ from typing import Annotated, TypeVar
 
 import anyio
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import AfterValidator
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dtorch
 from dtorch import Shard
@@ -266,10 +267,40 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     return results[0]
 
 
-def answer_errors(app: FastAPI, health: Health) -> None:
-    """422 to a request that is wrong, 429 with Retry-After where a queue is full, 503 without executors; nothing to a
-    client that has left.
+class BodyLimit:
+    """Middleware that answers 413 to a body larger than any request needs: parsing tens of megabytes would hold up the
+    loop, and tokenizing them a thread for a minute.
     """
+
+    LIMIT = 1 << 22  # bytes
+    PATIENCE = 1 << 26  # bytes read and dropped, for a client listens to an answer only when it has sent all
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seen = 0
+
+        async def limited() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.LIMIT:
+                while message.get("more_body") and seen < self.PATIENCE:
+                    message = await receive()
+                    seen += len(message.get("body", b""))
+                text = f"the body of a request may have {self.LIMIT} bytes at most"
+                raise HTTPException(413, text, headers={"Connection": "close"})
+            return message
+
+        await self.app(scope, limited if scope["type"] == "http" else receive, send)
+
+
+def answer_errors(app: FastAPI, health: Health) -> None:
+    """422 to a request that is wrong, 413 to one that is too large, 429 with Retry-After where a queue is full, 503
+    without executors; nothing to a client that has left.
+    """
+    app.add_middleware(BodyLimit)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +444,11 @@ async def test_text_is_generated_again_after_a_death(gpt: Any, checkpoint: Path)
             assert m["recoveries_total"] == 2 and adds_up(m, "generate")
 
 
+async def pieces(body: bytes) -> AsyncIterator[bytes]:
+    for i in range(0, len(body), 1 << 16):
+        yield body[i : i + (1 << 16)]
+
+
 async def test_clients_leave_and_others_go_on(gpt: Any, checkpoint: Path) -> None:
     with serving("serve_generate", "--checkpoint", checkpoint, "--slots", 2, "--max-queue", 3) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=100) as http:
@@ -471,6 +476,25 @@ async def test_clients_leave_and_others_go_on(gpt: Any, checkpoint: Path) -> Non
             m = server.metrics()
             assert m['generate_requests_total{outcome="refused"}'] == sum(a.status_code == 429 for a in answers)
             assert adds_up(m, "generate")
+
+            # A body that is too large, whether its length is told or not; one without end is not read to it.
+            url = "/generate"
+            for size, status in ((1 << 20, 422), (5 << 20, 413)):
+                body = json.dumps({"prompt": "x" * size}).encode()
+                for content in (body, pieces(body)):
+                    assert (await http.post(url, content=content, headers=JSON)).status_code == status
+            sent = 0
+
+            async def endless() -> AsyncIterator[bytes]:
+                nonlocal sent
+                while sent < 1 << 28:
+                    sent += 1 << 16
+                    yield b"x" * (1 << 16)
+
+            with suppress(httpx.TransportError):  # the connection is closed while it still sends
+                assert (await http.post(url, content=endless(), headers=JSON)).status_code == 413
+            assert sent < 1 << 28
+            assert (await http.post(url, json={"prompt": "x", "max_tokens": 1})).status_code == 200
 
 
 async def test_a_sequence_that_grows_needs_no_plan(gpt: Any, checkpoint: Path) -> None:
