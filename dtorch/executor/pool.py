@@ -435,7 +435,7 @@ class Pool:
             )
         if self._closed:
             raise PoolError(f"the pool is shut down; {_RESTART}")
-        self._met = True
+        self._met = self._met or bool(self._deaths or self._warden_death)
         if self._deaths:
             raise ExecutorDiedError(f"{self._deaths[0]}\nThe pool has ended with it; {_RESTART}")
         if self._warden_death is not None:
