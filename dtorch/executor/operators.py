@@ -14,6 +14,7 @@ import torch
 
 from ..runtime import command
 from ..runtime.command import DefineOperator
+from .forks import run_here
 
 __all__ = ["OURS", "define", "find", "named"]
 
@@ -51,7 +52,7 @@ def _runnable(name: str, text: str, functions: dict[str | None, Callable[..., An
     only = functions.get(None) if len(functions) == 1 else None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        result = (only or _of_device(name, functions, args))(*args, **kwargs)
+        result = run_here(only or _of_device(name, functions, args), *args, **kwargs)
         if not views:
             _refuse_aliases(name, _tensors((*args, *kwargs.values()), []), _tensors((result,), []))
         return result
