@@ -38,7 +38,7 @@ from ..runtime.shared import DONE, EXECUTOR_CONTROL, EXECUTOR_PLAN, SharedState,
 from . import operators, redistribution
 from .checkpoints import Checkpoints
 from .compiler import compile_call, compile_plan, same_draw, same_stride
-from .device import CPU, Device
+from .device import CPU, Device, DeviceError
 from .failing import Failing, PeerFailedError, one_of
 from .forks import run_here
 from .store import Poison, shards
@@ -114,12 +114,21 @@ class Interpreter:
             drop(ref, None)
 
     def control(self, payload: memoryview) -> None:
-        """Act on a control message."""
+        """Act on a control message.
+
+        Raises:
+            DeviceError: it cannot be read. Whoever waits for what it defines would wait for ever.
+        """
         # For the watchdog, which may find this executor in it for long.
         self.state.control[executor_line(self.index) + EXECUTOR_CONTROL] = self.sequence
         message = command.decode(payload)
         try:
-            self._handlers[type(message)](message)
+            message = command.decode(payload)
+            act = self._handlers[type(message)]
+        except Exception as error:
+            raise DeviceError(f"a message of the client cannot be read: {type(error).__name__}: {error}") from error
+        try:
+            act(message)
         except Exception as error:
             plan = getattr(message, "plan", None)
             if plan is None:

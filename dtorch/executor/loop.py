@@ -39,6 +39,9 @@ from .transfers import TransferReader
 
 __all__ = ["run"]
 
+# Every record has a length, and the last ends where the client says that it has written to.
+_UNREADABLE = "the command ring holds what is no record: something has written over the memory that the pool shares"
+
 
 def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, options: dict[str, Any]) -> None:
     """Serve the pool as executor `index` until the process is ended.
@@ -99,6 +102,7 @@ def _serve(
             if span is None:
                 continue
         pos, end = span
+        told = pos
         count = control[count_word]
         since = 0
         control[started_word] = monotonic_ns()
@@ -123,9 +127,12 @@ def _serve(
                     # else: a plan of a mesh that this executor has no part in
                     pos += head >> LENGTH_SHIFT
                     since += 1
-                    if since == 16:
+                    if since >= 16:
+                        if pos < told + 16:
+                            raise DeviceError(_UNREADABLE)
                         count += since
                         since = 0
+                        told = pos
                         control[read_word] = pos
                         control[count_word] = count
                         control[started_word] = monotonic_ns()
@@ -148,8 +155,12 @@ def _serve(
                     text = getattr(interpreter.messages.get(plan), "text", "")
                     raise DeviceError.after(error, device.name, text) from error
                 interpreter.failed(plan, p, error)
+                if not head >> LENGTH_SHIFT:
+                    raise DeviceError(_UNREADABLE) from error
                 pos += head >> LENGTH_SHIFT
                 since += 1
+        if pos != end:
+            raise DeviceError(_UNREADABLE)
         control[read_word] = pos
         control[count_word] = count + since
         reader.position = pos

@@ -61,7 +61,7 @@ class Death:
         who = "the warden of the executors" if self.executor is None else f"executor {self.executor}"
         text = f"{who} (pid {self.pid}) {self.reason}"
         if self.stderr:
-            text += "\nIts last lines on stderr:\n" + "\n".join("    " + line for line in self.stderr)
+            text += "\nIts last lines on stderr:\n" + "\n".join(f"    {line}" for line in self.stderr)
         return text
 
 

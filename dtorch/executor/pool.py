@@ -396,7 +396,10 @@ class Pool:
                 return False
             if self._warden is not None and self._warden_death is None:
                 ended = self._warden.has_ended()  # looked at first: what it said last is then there to be read
-                self._take_in(self._warden)
+                try:
+                    self._take_in(self._warden)
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    self.give_up(f"what the warden of the executors says cannot be read ({error!r})")
                 if ended:
                     self._warden_death = self._warden.death()
                     self._declare_dead()
@@ -467,6 +470,14 @@ class Pool:
                 self._deaths.append(
                     Death(message["executor"], message["pid"], message["reason"], tuple(message["stderr"]))
                 )
+
+    def give_up(self, reason: str) -> None:
+        """End the pool, for `reason`, unless it has ended. All who wait or come to use it are told."""
+        with self._lock:
+            if self._closed or self._owner != os.getpid() or self._refused is not None:
+                return
+            self._refused = f"{reason}. The pool has ended; {_RESTART}"
+            self._declare_dead()
 
     def _declare_dead(self) -> None:
         control = self.state.control

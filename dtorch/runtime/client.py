@@ -314,17 +314,26 @@ class Client:
         with self._drain_lock:
             done = self.writer.issued - self.writer.behind() if self.failures.dropped else 0
             for executor, reader in self.pool.replies().items():
-                for data in reader.drain():
-                    message = decode(data)
-                    if isinstance(message, Reply):
-                        self._replies[executor, message.token] = message.value
-                    else:
-                        self.failures.add(message)
+                try:
+                    for data in reader.drain():
+                        message = decode(data)
+                        if isinstance(message, Reply):
+                            self._replies[executor, message.token] = message.value
+                        else:
+                            self.failures.add(message)
+                except Exception as error:
+                    # Nothing behind it can be believed: not even that nothing failed.
+                    self.give_up(f"what executor {executor} says cannot be read ({type(error).__name__}: {error})")
         if done:
             self.failures.tell_dropped(done)
 
     def look(self) -> None:
         """Whatever a waiter may need to learn between two looks at its status word; never raises."""
+    def give_up(self, reason: str) -> None:
+        """End the pool, whose executors cannot be relied on; whoever waits for them learns why."""
+        self.pool.give_up(reason)
+        self.writer.refuse()
+
         if not self.closed:
             if not self.pool.check():
                 self.writer.refuse()

@@ -106,15 +106,24 @@ class ReplyReader(_ReplyEnd):
         self._lock = threading.Lock()
 
     def drain(self) -> list[bytes]:
-        """Every whole message that has arrived, oldest first. A message still arriving is kept for the next call."""
+        """Every whole message that has arrived, oldest first. A message still arriving is kept for the next call.
+
+        Raises:
+            ValueError: what lies there was not written by a :class:`ReplyWriter`.
+        """
         words = self._words
         if words[_REPLY_WRITE] == self._tail:
             return []
         messages: list[bytes] = []
         with self._lock:
-            while self._tail < words[_REPLY_WRITE]:
+            while (written := words[_REPLY_WRITE] - self._tail) != 0:
                 head = words[_REPLY_DATA + self._tail % self._capacity]
                 length = head & (_MORE - 1)
+                if not 0 < 1 + (length + 7 >> 3) <= written <= self._capacity or head >> 33:
+                    raise ValueError(
+                        f"{written} words are said to be unread in a ring of {self._capacity}, the first of them "
+                        f"{head:#x}"
+                    )
                 at = 8 * ((self._tail + 1) % self._capacity)
                 first = min(length, 8 * self._capacity - at)
                 self._partial += self._data[at : at + first]

@@ -17,8 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from ..errors import RunAheadError
-from .shared import DEAD, ERROR, SharedState
+from ..errors import PoolError, RunAheadError
+from .shared import DEAD, DONE, ERROR, SharedState
 
 __all__ = ["Slots", "Ticket"]
 
@@ -71,14 +71,33 @@ class Ticket:
         return tuple(e for e, i in zip(self.executors, self._indexes, strict=True) if self._control[i] <= self.pending)
 
     def failed(self) -> tuple[int, ...]:
-        """Executors that answered with an error."""
-        word, control = self.pending | ERROR, self._control
+        """Of those that answered, the executors that did so with an error.
+
+        Raises:
+            PoolError: a status word holds no answer to this: something has written over the memory of the pool.
+        """
+        done, control = self.pending | DONE, self._control
         for i in self._indexes:
-            if control[i] == word:
+            if control[i] != done:
                 break
         else:
             return ()
-        return tuple(e for e, i in zip(self.executors, self._indexes, strict=True) if self._control[i] == word)
+        found: list[int] = []
+        for e, i in zip(self.executors, self._indexes, strict=True):
+            word = control[i]
+            if word == self.pending | ERROR:
+                found.append(e)
+            elif word != done:
+                raise PoolError(
+                    f"executor {e} answered with {word:#x}, where {done:#x} or {self.pending | ERROR:#x} was due: "
+                    "something has written over the memory that the pool shares"
+                )
+        return tuple(found)
+
+    def settled(self) -> bool:
+        """Whether every executor has answered this very use of the slot, as far as can be told."""
+        answers = (self.pending | DONE, self.pending | ERROR)
+        return all(self._control[i] in answers for i in self._indexes)
 
 
 class Slots:
@@ -156,7 +175,7 @@ class Slots:
         due: list[Callable[[], None]] = []
         while self._returned:
             ticket, on_arrival = self._returned.popleft()
-            if ticket.answered():
+            if ticket.settled():
                 self._free.append(ticket.slot)
                 due.append(on_arrival)
             else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import RunAheadError
+from ..errors import PoolError, RunAheadError
 from ..future import TensorFuture, VoidFutureCollect
 from ..mesh import DeviceMesh
 from ..placement import Replicate
@@ -296,7 +296,12 @@ class _Fetch:
             # Not done, and yet resolved: the pool has ended.
             client.slots.give(ticket, self._free_block)
             client.check()
-        if ticket.failed():
+        try:
+            failed = ticket.failed()
+        except PoolError as corrupt:
+            client.give_up(str(corrupt))
+            raise
+        if failed:
             error = client.failures.of_slot(self.base, ticket.generation)
             client.slots.give(ticket, self._free_block)
             raise error
