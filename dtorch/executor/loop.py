@@ -34,7 +34,7 @@ from .collectives import Comm
 from .device import DeviceError, open_device
 from .interpreter import Interpreter
 from .shm_collectives import Aborted
-from .streams import RankedStream
+from .streams import tell_ranks
 from .transfers import TransferReader
 
 __all__ = ["run"]
@@ -69,7 +69,7 @@ def run(index: int, state: SharedState, wake_fd: int, reply: ReplyWriter, option
             nccl=device.nccl,
         )
         interpreter = Interpreter(index, state, reply.send, comm, device, transfers)
-        RankedStream.ranks = staticmethod(interpreter.ranks_now)
+        tell_ranks(interpreter.ranks_now)
         if transfers is None:
             reader = Reader(state, index, wake_fd)
         else:

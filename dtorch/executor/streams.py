@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
-__all__ = ["MARK", "RankedStream", "prefix"]
+__all__ = ["MARK", "RankedStream", "prefix", "tell_ranks"]
 
 # How a line begins that says who wrote it: see output.py.
 MARK = b"[rank"
@@ -19,17 +19,25 @@ def _nobody() -> tuple[int, ...]:
     return ()
 
 
+# Whose command runs.
+_ranks: Callable[[], tuple[int, ...]] = _nobody
+
+
+def tell_ranks(ranks: Callable[[], tuple[int, ...]]) -> None:
+    """From here on, ``ranks()`` says whose command runs in the calling thread."""
+    global _ranks
+    _ranks = ranks
+
+
 class RankedStream(io.TextIOWrapper):
     """A text stream, line-buffered as a terminal's, whose lines begin with ``[rank 3]`` where the rank is known."""
 
-    # Whose command runs; set by the executor once it can tell.
-    ranks: Callable[[], tuple[int, ...]] = staticmethod(_nobody)
     _fresh = True  # whether a line begins
 
     def write(self, text: str, /) -> int:
         if not text:
             return 0
-        start = prefix(self.ranks())
+        start = prefix(_ranks())
         if not start:
             super().write(text)
         else:

@@ -380,7 +380,7 @@ class Warden:
         # A futex wait in a collective ends at any signal, and then finds the abort word; this one does nothing else.
         self._signal_all(signal.SIGTERM)
 
-    def _signal(self, executor: _Executor, number: signal.Signals) -> None:
+    def _signal(self, executor: _Executor, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(executor.pidfd, number)
 

@@ -212,7 +212,7 @@ def _rebuild(told: Told) -> RemoteError:
     state = {name: _read(value) for name, value in told.state}
     for data in told.types:
         try:
-            kind: type[BaseException] = pickle.loads(data)
+            kind: Any = pickle.loads(data)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 continue
             # The nearest that the client has, under the name of the one that it may not have.
