@@ -121,7 +121,6 @@ class Interpreter:
         """
         # For the watchdog, which may find this executor in it for long.
         self.state.control[executor_line(self.index) + EXECUTOR_CONTROL] = self.sequence
-        message = command.decode(payload)
         try:
             message = command.decode(payload)
             act = self._handlers[type(message)]
