@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FORK_BATCH", "STREAMS", "Death", "close_all", "exit_reason", "receive", "send"]
+__all__ = ["FORK_BATCH", "STREAMS", "Death", "close_all", "exit_reason", "oom_kills", "receive", "send"]
 
 # Descriptors at the head of the start message: the client's stdout and stderr, its pidfd, names of plans, tokens.
 STREAMS = ("stdout", "stderr", "client", "names", "claims")
@@ -65,15 +65,32 @@ class Death:
         return text
 
 
-def exit_reason(returncode: int) -> str:
-    """`returncode` as :mod:`subprocess` gives it (negative for a signal), in words that follow a name."""
+def oom_kills() -> int:
+    """How many processes the kernel has ended on this machine because memory ran out; 0 where it does not tell."""
+    try:
+        with open("/proc/vmstat") as f:
+            return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError):
+        return 0
+
+
+def exit_reason(returncode: int, oom: int = 0) -> str:
+    """`returncode` as :mod:`subprocess` gives it (negative for a signal), in words that follow a name.
+
+    `oom` is how many processes the kernel has ended meanwhile because memory ran out.
+    """
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     try:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = str(-returncode)
-    if -returncode == signal.SIGKILL:
+    if -returncode == signal.SIGKILL and oom:
+        name += (
+            " (by the kernel because memory ran out, by its own count of such ends; `dmesg` says how much who had. Cut "
+            "tensors into more shards, or give this machine or control group more memory)"
+        )
+    elif -returncode == signal.SIGKILL:
         name += " (killed by hand, or by the kernel because memory ran out)"
     return f"was ended by signal {name}"
 

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from ..runtime.limits import explain
 from ..runtime.shared import ABORT, DEAD, DEAD_POOL, SharedState
 from .child import Child, become_executor
-from .messages import STREAMS, close_all, exit_reason, receive, send
+from .messages import STREAMS, close_all, exit_reason, oom_kills, receive, send
 from .output import LineReader, Nowhere, Sink, ToClient
 from .stacks import SIGNAL
 from .telling import Reports
@@ -159,6 +159,7 @@ class Warden:
         self._paused: list[LineReader] = []
         self._waiting_sinks: set[int] = set()
         self._deadline: float | None = None
+        self._oom_kills = oom_kills()
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._watch(sock.fileno(), self._on_message)
@@ -368,7 +369,7 @@ class Warden:
                 "event": "died",
                 "executor": executor.index,
                 "pid": executor.pid,
-                "reason": exit_reason(code),
+                "reason": exit_reason(code, oom_kills() - self._oom_kills),
                 "stderr": _shortened(executor.stderr.last_lines()),
             }
         )

@@ -59,6 +59,8 @@ __all__ = ["Client", "client", "close", "current_client", "detach", "in_use", "o
 
 log = logging.getLogger("dtorch")
 
+# Meshes that are named in the report of a death.
+_MESHES_TOLD = 4
 # Seconds that work issued last may go on for when a pool is closed.
 SETTLE = 1.0
 # Seconds that executors which are still starting are waited for besides.
@@ -356,10 +358,25 @@ class Client:
         while True:
             error = self.pool.error()
             if error is not None:
-                return type(error)(f"{error}\n{self._final}") if self._final else error
+                return self._told(error)
             if time.monotonic() > deadline:
                 return PoolError("the pool has ended; dtorch.restart() starts a fresh one")
             time.sleep(0.002)
+
+    def _told(self, error: PoolError) -> PoolError:
+        """`error` of the pool, with what this side knows besides: which ranks a dead executor was."""
+        head, _, rest = str(error).partition("\n")
+        lines = [head]
+        # Those of one device, if there are others, are mostly our own.
+        meshes = sorted(tuple(self._meshes.items()), key=lambda known: -known[0].nranks)
+        meshes = [known for known in meshes if known[0].nranks > 1] or meshes
+        for death in self.pool.deaths():
+            for mesh, (_, hosts, _) in meshes[:_MESHES_TOLD]:
+                ranks = [str(rank) for rank, host in enumerate(hosts) if host == death.executor]
+                if ranks:
+                    what = "rank" if len(ranks) == 1 else "ranks"
+                    lines.append(f"Executor {death.executor} was {what} {', '.join(ranks)} of {mesh!r}")
+        return type(error)("\n".join([*lines, *filter(None, (rest, self._final))]))
 
     @property
     def is_dead(self) -> bool:
@@ -469,7 +486,8 @@ class Client:
                 self._settle()
         finally:
             # Ctrl-C may have ended the wait: then, too, nothing is left.
-            self._error = self.pool.error()
+            error = self.pool.error()
+            self._error = error and self._told(error)
             self.closed = True
             try:
                 self.drain()
