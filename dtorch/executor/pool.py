@@ -137,7 +137,10 @@ class Pool:
                 "output": self.config.executor_output,
                 "watchdog": self.config.watchdog,
             }
-            self._warden = WardenProcess(start, self.state.fds())
+            try:
+                self._warden = WardenProcess(start, self.state.fds())
+            except OSError as error:
+                raise PoolError(f"the pool could not start: {explain(error)}") from error
             _live.add(self)
         return self._warden
 
@@ -553,8 +556,9 @@ def prestart() -> None:
     """Start a pool's warden before anyone needs it; a failure shows when the pool is used."""
     global _early
     if _early is None and not _config.inside_executor:
-        _early = Pool(_config.current())
+        options = _config.current()
         with contextlib.suppress(PoolError):
+            _early = Pool(options)
             _early.prestart()
 
 
