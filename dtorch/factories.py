@@ -336,9 +336,9 @@ def _from_function(
     id, _, _ = c.mesh(mesh)
     ref = ref_type(spec)(next_ref())
     shapes = tuple(spec.local_shape(r) for r in range(mesh.nranks))
-    c.send(MakeLocals(id, ref, encode_function(function), shapes, dtype, f"from_local({spec.describe()})"))
+    at = c.send(MakeLocals(id, ref, encode_function(function), shapes, dtype, f"from_local({spec.describe()})"))
     if c.blocking:
-        c.wait_here()
+        c.wait_here(at)
     return wrap(spec, ref)
 
 

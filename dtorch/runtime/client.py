@@ -183,13 +183,18 @@ class Client:
         self.ensure(n)
         self.pool.ensure(n)
 
-    def send(self, message: object, *, sync: bool = False) -> None:
-        """Publish a control message to every executor."""
+    def send(self, message: object, *, sync: bool = False) -> int:
+        """Publish a control message to every executor; its place in the ring."""
         self.check()
         frame = sys._getframe(1)
-        self.writer.send_control(
-            encode(message), sync=sync, before=lambda position: self.failures.note(position, frame)
-        )
+        places: list[int] = []
+
+        def place(at: int) -> None:
+            places.append(at)
+            self.failures.note(at, frame)
+
+        self.writer.send_control(encode(message), sync=sync, before=place)
+        return places[0]
 
     def mesh(self, mesh: DeviceMesh) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """(id, host of every rank, the executors concerned) of `mesh`, defined on the executors."""
@@ -468,11 +473,13 @@ class Client:
         self.writer.wake(self.writer.readers, sync=True)
         return True
 
-    def wait_here(self) -> None:
-        """``DTORCH_BLOCKING=1``: wait for all that was issued, and fail where it stands."""
+    def wait_here(self, at: int | None = None) -> None:
+        """``DTORCH_BLOCKING=1``: wait for all that was issued, and fail where it stands: with the failure of the
+        command at `at`, never with another thread's."""
         self.values.sync().get()
         self.drain()
-        self.failures.raise_first()
+        if at is not None:
+            self.failures.raise_of(at)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

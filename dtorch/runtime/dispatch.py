@@ -283,7 +283,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
             writer.wake(plan.executors)
             break
     if client.blocking:
-        client.wait_here()
+        client.wait_here(head)
     if kind == 0:
         spec = plan.out
         if plan.view and _inference():
@@ -306,12 +306,12 @@ def publish(plan: OperatorPlan, words: list[Any]) -> Tensor:
     if plan.draws:
         client.draws.begin(plan.executors)
     try:
-        client.issue(plan, [new, *words])
+        at = client.issue(plan, [new, *words])
     finally:
         if plan.draws:
             client.draws.end()
     if client.blocking:
-        client.wait_here()
+        client.wait_here(at)
     return wrap(plan.out, plan.ref(new))  # type: ignore[arg-type]
 
 

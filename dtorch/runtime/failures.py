@@ -338,11 +338,10 @@ class Failures:
         n = max(0, self._client.writer.issued - report.ordinal - 1)
         return f"{n:,} command{'' if n == 1 else 's'} before this was asked for"
 
-    def raise_first(self) -> None:
-        """Raise the oldest failure that nobody has asked for yet, if there is one."""
-        for sequence in sorted(self._reports):
-            if sequence not in self._asked:
-                raise self.error(sequence)
+    def raise_of(self, sequence: int) -> None:
+        """Raise the failure of command `sequence` itself, if it has failed."""
+        if sequence in self._reports:
+            raise self.error(sequence)
 
     def site(self, sequence: int) -> str:
         """Where command `sequence` was issued, if it is still remembered."""

@@ -152,11 +152,11 @@ def redistribute_many(pairs: list[tuple[Tensor, TensorSpec]]) -> list[Tensor]:
         move = _define(c, key)
         _moves.keep(key, move, c.config.plan_cache, c.drop_plans)
     ids = [next_ref() for _ in pairs]
-    c.issue(move, [*ids, *(t._ref for t, _ in pairs)])
+    at = c.issue(move, [*ids, *(t._ref for t, _ in pairs)])
     for observe in observers:
         observe(move.kinds, move.bytes_moved)
     if c.blocking:
-        c.wait_here()
+        c.wait_here(at)
     return [wrap(target, ref_type(target)(i)) for i, (_, target) in zip(ids, pairs, strict=True)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 import dtorch
 from dtorch import Replicate, Shard, init_device_mesh
+
+from .scripts import run_body
 
 THREADS = 8
 
@@ -107,3 +110,69 @@ def test_futures_wait_anywhere() -> None:
     wanted = [28 * k for k in range(50)]
     for i, got in enumerate(at_once(work)):
         assert got == (wanted if i % 2 else wanted[::-1])
+
+
+def test_one_threads_failure_is_never_anothers_where_every_call_waits() -> None:
+    """``DTORCH_BLOCKING=1``: calls raise at once, each its own failure, in eight threads on the same lines."""
+    done = run_body(
+        """
+        import threading
+        import torch, dtorch
+        mesh = dtorch.init_device_mesh("cpu", (2,))
+        weight = dtorch.ones(8, 4, device_mesh=mesh)
+        wrong = []
+
+        def work(i):
+            for k in range(6):
+                fails = (i + k) % 2 == 1
+                rows = dtorch.tensor([0, 100 + i if fails else 1], device_mesh=mesh)
+                try:
+                    torch.nn.functional.embedding(rows, weight)
+                except IndexError:
+                    if not fails:
+                        wrong.append((i, k, "another's"))
+                else:
+                    if fails:
+                        wrong.append((i, k, "nothing"))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        print(wrong)
+        """,
+        DTORCH_BLOCKING="1",
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_failures_cross_no_threads_in_backward_writes_and_functions() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+
+    def local(i: int, rank: int) -> torch.Tensor:
+        if i % 2 and rank == i % 4:
+            raise ValueError(f"thread {i}")
+        return torch.full((1, 4), float(i))
+
+    def work(i: int) -> list[Any]:
+        seen: list[Any] = []
+        w = dtorch.ones(4, device_mesh=mesh, requires_grad=True)
+        target = dtorch.zeros(4, 4, device_mesh=mesh, placements=[Shard(0)])
+        x = dtorch.from_local(partial(local, i), mesh, [Shard(0)], shape=(4, 4))
+        (x * w).sum().redistribute(placements=[Replicate()]).backward()
+        target.add_(x)
+        view = target[:, 0]
+        for value in (
+            w.grad,
+            target,
+            view,
+            torch._foreach_add([x, target], 1.0)[0],
+            x.redistribute(placements=[Replicate()]),
+        ):
+            try:
+                seen.append(value.sum().item())
+            except ValueError as error:
+                seen.append(str(error))
+        return seen
+
+    for i, seen in enumerate(at_once(work)):
+        assert seen == ([f"thread {i}"] * 5 if i % 2 else [16.0 * i, 16.0 * i, 4.0 * i, 16.0 * i + 16, 16.0 * i]), seen
