@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import zipfile
 from typing import Any
 
@@ -22,6 +23,11 @@ from .saving import save_state
 __all__ = ["aio_load", "aio_save", "load", "save"]
 
 FORMATS = ("safetensors", "dcp", "torch")
+
+# What torch's reader raises where a file holds noise.
+_NOISE = (RuntimeError, EOFError, zipfile.BadZipFile, LookupError, ValueError, OSError, TypeError, AttributeError,
+          AssertionError, OverflowError, MemoryError, struct.error)  # fmt: skip
+_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 
 
 def save(obj: Any, f: Any, *args: Any, format: str | None = None, **kwargs: Any) -> None:
@@ -108,7 +114,8 @@ def load(
     """
     options = {"map_location": map_location, "pickle_module": pickle_module, "weights_only": weights_only, **kwargs}
     options = {name: value for name, value in options.items() if value is not None}
-    source = _open(f, options, asked=into is not None or device_mesh is not None or placements is not None)
+    placed = device_mesh is not None or placements is not None
+    source = _open(f, options, into is not None, placed)
     if not isinstance(source, Source):
         return source[0]
     return load_state(source, into, device_mesh, placements).get()
@@ -123,8 +130,8 @@ async def aio_load(
     **kwargs: Any,
 ) -> Any:
     """As :func:`dtorch.load`, without stopping the event loop. `into` is written when all has been read."""
-    asked = into is not None or device_mesh is not None or placements is not None
-    source = await anyio.to_thread.run_sync(lambda: _open(f, kwargs, asked=asked))
+    placed = device_mesh is not None or placements is not None
+    source = await anyio.to_thread.run_sync(_open, f, kwargs, into is not None, placed)
     if not isinstance(source, Source):
         return source[0]
     return await load_state(source, into, device_mesh, placements)
@@ -158,19 +165,23 @@ def _torch_save(obj: Any, path: str | os.PathLike[str], args: tuple[Any, ...], k
             file.flush()
             os.fsync(file.fileno())
         files.commit(staging.path, staging.target, is_directory=False)
-    except OSError as error:
-        raise CheckpointError(f"dtorch.save: {name!r}: {files.said(error)}") from None
+    except (OSError, RuntimeError) as error:
+        found = files.of_system(error)
+        if found is None:
+            raise
+        raise CheckpointError(f"dtorch.save: {name!r}: {files.said(found)}") from None
     finally:
         staging.discard()
 
 
-def _open(f: Any, options: dict[str, Any], *, asked: bool) -> Source | tuple[Any]:
-    """A checkpoint whose tensors are to be read; or, in a tuple, what torch has read of a file of its own."""
+def _open(f: Any, options: dict[str, Any], filling: bool, placed: bool) -> Source | tuple[Any]:
+    """A checkpoint whose tensors are to be read; or, in a tuple, what torch has read of a file of its own, unless that
+    is to fill a state or to be `placed`."""
     path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else ""
     source = open_checkpoint(path) if path else None
     if source is None:
         loaded = _torch_load(f, path, options)
-        return open_state(loaded, path or "the buffer") if asked else (loaded,)
+        return open_state(loaded, path or "the buffer", plain=not placed) if filling or placed else (loaded,)
     if options:
         raise TypeError(f"dtorch.load: {', '.join(options)}: of torch.load, and {path!r} is no file of torch's")
     return source
@@ -189,13 +200,19 @@ def _torch_load(f: Any, path: str, options: dict[str, Any]) -> Any:
                     raise CheckpointError(f"{path}: damaged: the checksum of {bad!r} in it is wrong")
             return torch.load(path, **options)
         except pickle.UnpicklingError as error:
-            if "weights_only" in str(error):
+            if "weights_only" in str(error) and (zipfile.is_zipfile(path) or _has_magic(path)):
                 raise  # torch says how to load what it does not load by default
-            raise CheckpointError(f"{path}: no checkpoint, or damaged: {_line(error)}") from None
-        except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+            raise CheckpointError(f"{path}: no checkpoint, or damaged") from None
+        except _NOISE as error:
             if isinstance(error, (CheckpointError, FileNotFoundError)):
                 raise
             raise CheckpointError(f"{path}: no checkpoint, truncated or damaged: {_line(error)}") from None
+
+
+def _has_magic(path: str) -> bool:
+    """Whether a file begins as torch's did before they were archives."""
+    with open(path, "rb") as file:
+        return _MAGIC in file.read(32)
 
 
 def _line(error: BaseException) -> str:
