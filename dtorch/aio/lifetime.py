@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import threading
@@ -145,6 +147,7 @@ class Session:
             # Shared memory is made in this step, and that a pool has ended is found out: neither is for the loop.
             client = await anyio.to_thread.run_sync(_client.client)
             _, hosts, _ = await anyio.to_thread.run_sync(client.mesh, self.mesh)
+            await anyio.to_thread.run_sync(_load)  # the executors start meanwhile
             cpus = [h for h in hosts if h < client.accelerators]
             await client.pool.ensure_async(max(cpus, default=-1) + 1)
         finally:
@@ -204,6 +207,19 @@ class Session:
             log.error("the executors have not ended within %g s; they end with this process at the latest", _CLOSING)
         if cancelled is not None:
             raise cancelled
+
+
+def _load() -> None:
+    """Import what the first operator would, for a second, in the loop: torch looks whether a tensor is its DTensor."""
+    # Thousands of objects that stay: a collection amid them would hold up all threads for a good part of a second.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("torch.distributed.tensor")
+        importlib.import_module("dtorch.factories")
+    finally:
+        if collects:
+            gc.enable()
 
 
 async def _uncancelled(step: Callable[[], Awaitable[None]]) -> asyncio.CancelledError | None:

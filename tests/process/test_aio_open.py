@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -20,6 +22,7 @@ from dtorch.runtime.client import current_client
 from tests.conftest import started_here
 
 from .loops import LOOPS, on
+from .scripts import ROOT
 
 
 def late(seconds: float, mesh: dtorch.DeviceMesh | None = None) -> dtorch.Tensor:
@@ -110,6 +113,25 @@ def test_a_task_that_is_cancelled_while_it_leaves_leaves_nothing(cancels: int, w
         assert current_client() is None and not started_here(os.getpid())  # at once
 
     asyncio.run(main())
+
+
+def test_the_first_operator_has_nothing_left_to_import() -> None:
+    """Torch imports its DTensor, and sympy with it, at the first operator of a tensor of another kind: for a second."""
+    code = """
+import asyncio, gc, sys, dtorch
+
+async def main():
+    async with dtorch.aio.open():
+        before = set(sys.modules)
+        a = dtorch.ones(4, 4)
+        await (a @ a)
+        new = {name for name in sys.modules.keys() - before if not name.startswith("dtorch.")}
+        assert not new and gc.isenabled(), new
+
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
 
 
 @LOOPS
