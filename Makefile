@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo serve test check format bench conformance docs device clean
+.PHONY: help demo serve test soak check format bench conformance docs device clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train a small GPT over 2 CPU executors: data-parallel, then tensor-parallel"
 	@echo "make serve        sentence embeddings of a real model over HTTP, at port 8000 (SERVE_ARGS='--tp 2')"
 	@echo "make test         all tests (PYTEST_ARGS='-k ring' for some of them)"
+	@echo "make soak         deaths, random programs, a million operators, for 20 minutes (SOAK_ARGS='--seconds 120')"
 	@echo "make check        ruff, pyright, import-linter: what CI checks besides the tests"
 	@echo "make bench        the benchmarks, each beside a named peer"
 	@echo "make conformance  torch's operator database through dtorch, in full; writes docs/conformance.md"
@@ -40,6 +41,9 @@ serve: $(STAMP)-serve,hf
 
 test: $(STAMP)-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(STAMP)-test
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 check: $(STAMP)-dev
 	$(BIN)/ruff check .

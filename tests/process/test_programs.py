@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dtorch import init_device_mesh
 
-from . import program_values, program_views  # noqa: F401  they register operators
+from . import program_futures, program_values, program_views  # noqa: F401  they register operators
 from .programs import MESHES, OPERATORS, Program, Steps
 
 COUNT = int(os.environ.get("DTORCH_PROGRAMS", "0"))
