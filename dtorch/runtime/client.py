@@ -534,6 +534,7 @@ class Client:
 _UNSEEDED = 67280421310721
 _current: Client | None = None
 _start_lock = threading.Lock()
+_restart_lock = threading.Lock()
 _closing: list[Callable[[], None]] = []
 _budget = Budget()
 
@@ -590,21 +591,21 @@ def _usable() -> Client:
             held.run_or_wait()
 
 
-def _start(*, held: bool = False) -> Client:
+def _start() -> Client:
     """A new pool, unless there is one."""
     global _current
+    with _start_lock:
+        if _current is None:
+            _current = _new(held=False)
+        return _current
+
+
+def _new(*, held: bool) -> Client:
     if config.inside_executor:
         raise PoolError(
             "this code runs on an executor (a function given to from_local, say), where there are no dtorch tensors: "
             "use plain torch"
         )
-    with _start_lock:
-        if _current is None:
-            _current = _new(held)
-        return _current
-
-
-def _new(held: bool) -> Client:
     made = Client()
     if torch.initial_seed() != _UNSEEDED:
         # torch.manual_seed was called before there was anything of dtorch's to seed.
@@ -652,10 +653,16 @@ def restart() -> None:
     mine = restoring.get()
     if mine is not None and mine.is_running:
         raise RuntimeError("restart() inside an on_restart hook: it runs because of a restart")
-    close()
-    _budget.clear()
-    fresh = _start(held=True)
-    fresh.start(1)
+    global _current
+    # Hooks are not waited for under this lock: they may run in a loop whose thread waits for the lock.
+    with _restart_lock:
+        _budget.clear()
+        with _start_lock:
+            old = detach()
+            _current = fresh = _new(held=True)  # before anyone comes who would start one without hooks
+        if old is not None:
+            old.close()
+        fresh.start(1)
     if fresh.restoration is not None and in_event_loop():
         fresh.restoration.run_in_loop()
     else:
@@ -686,9 +693,9 @@ def close(*, settle: bool = True) -> None:
 
 def _forked() -> None:
     """In a forked child no plan, pool or ref of the parent is used; the next use starts a pool of the child's own."""
-    global _current, _start_lock
+    global _current, _start_lock, _restart_lock
     found, _current = _current, None
-    _start_lock = threading.Lock()
+    _start_lock, _restart_lock = threading.Lock(), threading.Lock()
     freed.clear()
     if found is not None:
         found.forked()
