@@ -22,7 +22,8 @@ __all__ = ["work"]
 def work(part: Part, first: int, count: int, seconds: float, report: int) -> None:
     """Run `count` trials from seed `first` on, or as many as begin within `seconds`, one at least.
 
-    What becomes of them is told to the descriptor `report`, in lines: {"begin": seed}, {"seed": seed, "figure": …, "violation": …}, and at last {"end": [violations]}.
+    What becomes of them is told to the descriptor `report`, a line of JSON each: {"begin": seed},
+    {"seed": seed, "figure": …, "violation": …}, and at last {"end": [violations and figures of all together]}.
     """
     # What is started from here on can be found by it: see conftest.started_here.
     os.environ[MARKER] = str(os.getpid())
