@@ -13,12 +13,23 @@ values take to come.
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import math
 import os
 import signal
 import sys
+
+
+def stopped_early(*_: object) -> None:
+    """Ctrl-C before the first step ends the program here and now: an exception during an import may be lost."""
+    os.write(2, b"train_async: stopped before the first step; nothing was saved\n")
+    os._exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stopped_early)
+
+import argparse
+import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -279,12 +290,10 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = arguments()
-    try:
-        run = Run(args)
-    except KeyboardInterrupt:
-        sys.exit("train_async: stopped before the first step; nothing was saved")
+    run = Run(args)
     print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, {len(run.text):,} bytes of text, {run.mesh}")
     anyio.run(main, run, backend=args.backend)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done, but for one line
     if run.stopped is not None:
         saved = "nothing was saved"
         if run.saved is not None:

@@ -145,6 +145,28 @@ def test_train_async_ends_quietly_at_ctrl_c(tmp_path: Path, text: Path, backend:
     assert int(told[2]) == torch.load(saved, weights_only=True)["step"] <= int(told[1])
 
 
+@pytest.mark.parametrize("imported", ["argparse", "numpy", "torch", "dtorch.optim.optimizers"])
+def test_train_async_ends_in_one_line_at_ctrl_c_before_the_first_step(imported: str) -> None:
+    """Also in the middle of torch's import, which loses some exceptions."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / "examples/train_async.py"), "--dp", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if line.rpartition("|")[2].strip() == imported:
+                    break
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGINT, err
+    told = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert (out, told) == ("", ["train_async: stopped before the first step; nothing was saved"])
+
+
 @pytest.mark.timeout(240)
 def test_train_async_goes_on_from_a_checkpoint_on_another_mesh(tmp_path: Path, text: Path) -> None:
     saved = tmp_path / "gpt.pt"
