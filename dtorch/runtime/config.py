@@ -113,8 +113,9 @@ class Config:
         start_timeout: seconds executors have to become ready.
         on_executor_death: "raise": every use of the pool raises until ``dtorch.restart()``. "restart": the next use
             after a death starts a fresh pool, see :func:`dtorch.on_restart`. What holds when executors die counts.
-        max_restarts, restart_window: how many pools may be started because of deaths within how many seconds. Further
-            deaths are treated as "raise" says.
+        max_restarts: how many pools may be started because of deaths within ``restart_window`` seconds. Further deaths
+            are treated as "raise" says.
+        restart_window: the seconds in which ``max_restarts`` counts.
         blocking: every call waits for its result and fails where it stands.
         collectives: "shm" (shared memory) or "gloo".
         executor_output: what becomes of lines that executors print. "forward": to this process's stdout and stderr, by
