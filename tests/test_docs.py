@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SNIPPETS = [
     textwrap.dedent(snippet)
-    for page in ("README.md", "docs/adding-an-operator.md")
+    for page in ("README.md", "docs/adding-an-operator.md", "docs/failures.md")
     for snippet in re.findall(r"(?ms)^ *```python\n(.*?)^ *```", (ROOT / page).read_text())
 ]
 
@@ -44,3 +44,14 @@ def test_make_targets_that_the_documents_name_exist() -> None:
     targets = set(re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text()))
     named = {t for page in PAGES for t in re.findall(r"(?:`|(?m:^))make ([a-z]+)", page.read_text())}
     assert named <= targets
+
+
+def test_tests_that_the_documents_name_exist() -> None:
+    named = {t for page in PAGES for t in re.findall(r"`(test_\w+\.py)::(\w+)`", page.read_text())}
+    assert named
+    missing = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if not any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file))
+    ]
+    assert not missing
