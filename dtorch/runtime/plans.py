@@ -130,6 +130,8 @@ def decide(
         except PlacementError:
             _refuse_dims(op.func, _plain(spec_args), {k: _plain(v) for k, v in spec_kwargs.items()})
             raise
+        if call.mesh.device_type == "cpu" and _dtypes_may_be_wrong(call):
+            _refuse_dtypes(op.func, _plain(spec_args), {k: _plain(v) for k, v in spec_kwargs.items()})
     except Exception as error:
         with_site(error)
         raise
@@ -137,20 +139,43 @@ def decide(
 
 
 def _refuse_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what torch says of a dim that is out of range: no placement would make that call right.
+    """Raise what torch says of a dim that is out of range: no placement would make that call right."""
+    error = _said_of_one_element(func, args, kwargs)
+    if isinstance(error, IndexError) and str(error).startswith("Dimension out of range"):
+        raise error from None
 
-    It says so of tensors of one element as well; what else it says of those means nothing.
-    """
+
+_ORDINARY = {torch.float32}
+# In the names of operators that want integers somewhere.
+_OF_INTEGERS = ("index", "gather", "scatter", "take", "put", "bitwise", "shift")
+_OF_DTYPES = ("dtype", "scalar type", "not implemented for")
+
+
+def _dtypes_may_be_wrong(call: Call) -> bool:
+    """Whether it is worth asking a kernel: hardly ever where all is float32, as in most calls."""
+    if {s.dtype for s in call.specs} <= _ORDINARY:
+        return bool(call.specs) and any(word in call.sig.op for word in _OF_INTEGERS)
+    return True
+
+
+def _refuse_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what torch's kernel says of the dtypes: shape inference passes many that no kernel takes."""
+    error = _said_of_one_element(func, args, kwargs)
+    if error is not None and any(word in str(error) for word in _OF_DTYPES):
+        raise error from None
+
+
+def _said_of_one_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What torch raises where all tensors of a call have one element. Of dims and dtypes it says the same then; what
+    else it says means nothing."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return  # what runs here must leave no trace
+        return None  # what runs here must leave no trace
     given = {k: _one_element(v) for k, v in kwargs.items() if k != "device"}
     try:
         func(*_one_element(args), **given)
-    except IndexError as error:
-        if str(error).startswith("Dimension out of range"):
-            raise error from None
-    except Exception:
-        return
+    except Exception as error:
+        return error
+    return None
 
 
 def _one_element(value: Any) -> Any:
