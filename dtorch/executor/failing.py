@@ -41,7 +41,7 @@ from .compiler import compile_call
 from .device import Device
 from .store import Poison, shards, sharing
 
-__all__ = ["Failing", "PeerFailedError", "one_of"]
+__all__ = ["Failing", "PeerFailedError", "first_poison", "one_of"]
 
 # Writes that torch does element by element and may leave half done. So may any list of tensors.
 _SCATTERS = frozenset(
@@ -98,7 +98,7 @@ class Failing:
         outs, ins = self.refs(message, p)
         # A redistribution looks at its inputs itself: not every executor of its two meshes has them.
         looked_at = () if isinstance(message, RedistributePlan) else ins
-        poison = next((v for r in looked_at if type(v := self.value(r)) is Poison), None)
+        poison = first_poison([self.value(r) for r in looked_at])
         if poison is not None and self._overwritten(message, ins, plan, p):
             return
         ranks = self._mine.get(getattr(message, "mesh", 0), ())
@@ -307,6 +307,11 @@ def _ranks_done(trace: TracebackType | None) -> int:
             return len(made)
         trace = trace.tb_next
     return 0
+
+
+def first_poison(values: list[Any]) -> Poison | None:
+    """Of the failures behind `values`, the one to blame: the first, in the order of the program."""
+    return min((v for v in values if type(v) is Poison), key=lambda v: v.sequence, default=None)
 
 
 def one_of(ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from . import operators, redistribution
 from .checkpoints import Checkpoints
 from .compiler import compile_call, compile_plan, same_draw, same_stride
 from .device import CPU, Device, DeviceError
-from .failing import Failing, PeerFailedError, one_of
+from .failing import Failing, PeerFailedError, first_poison, one_of
 from .forks import run_here
 from .store import Poison, shards
 from .transfers import Transfers
@@ -231,6 +231,7 @@ class Interpreter:
             values = [value(r) if source else [] for r in words[p + 1 + n : p + 1 + 2 * n]]
             bad = next((v for v in values if type(v) is Poison), None)
             if bad is not None:
+                bad = first_poison(values) or bad
                 failing.poisoned_move(p, words[p + 1 : p + 1 + n] if target else (), bad)
             parts = None if bad is not None else [shards(v) for v in values]
             results, failure = run_many(programs, parts, self.comm)
