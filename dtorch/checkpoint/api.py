@@ -191,28 +191,34 @@ def _torch_load(f: Any, path: str, options: dict[str, Any]) -> Any:
     with plain_factories():
         if not path:
             return torch.load(f, **options)
+        whole = _is_whole_zip(path)
         try:
-            if zipfile.is_zipfile(path):
-                # torch itself does not look at the checksums in its files.
-                with zipfile.ZipFile(path) as archive:
-                    bad = archive.testzip()
-                if bad is not None:
-                    raise CheckpointError(f"{path}: damaged: the checksum of {bad!r} in it is wrong")
             return torch.load(path, **options)
+        except FileNotFoundError:
+            raise
         except pickle.UnpicklingError as error:
-            if "weights_only" in str(error) and (zipfile.is_zipfile(path) or _has_magic(path)):
+            if whole and "Unsupported global" in str(error):
                 raise  # torch says how to load what it does not load by default
-            raise CheckpointError(f"{path}: no checkpoint, or damaged") from None
-        except _NOISE as error:
-            if isinstance(error, (CheckpointError, FileNotFoundError)):
-                raise
+            raise CheckpointError(f"{path}: no checkpoint, truncated or damaged") from error
+        except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as error:
             raise CheckpointError(f"{path}: no checkpoint, truncated or damaged: {_line(error)}") from None
 
 
-def _has_magic(path: str) -> bool:
-    """Whether a file begins as torch's did before they were archives."""
-    with open(path, "rb") as file:
-        return _MAGIC in file.read(32)
+def _is_whole_zip(path: str) -> bool:
+    """Whether the file at `path` is one that torch has written since it writes zip files, its checksums right: torch
+    itself does not look at them."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # damaged bytes raise anything
+        raise CheckpointError(f"{path}: truncated or damaged: {_line(error)}") from None
+    if bad is not None:
+        raise CheckpointError(f"{path}: damaged: the checksum of {bad!r} in it is wrong")
+    return True
 
 
 def _line(error: BaseException) -> str:

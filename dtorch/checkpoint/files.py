@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from ..errors import CheckpointError
 
-__all__ = ["Staging", "commit", "locate", "lock", "remove", "said", "stage", "sweep", "sync_directory"]
+__all__ = ["Staging", "commit", "locate", "lock", "of_system", "remove", "said", "stage", "sweep", "sync_directory"]
 
 # Files that a save may replace, by the end of their names. Others in the directory are the user's, and stay.
 _OURS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "dtorch.json")
@@ -65,6 +65,14 @@ def said(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def of_system(error: BaseException) -> OSError | None:
+    """The error of the system behind `error`, if there is one: torch raises others while it cleans up after it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found
+
+
 def stage(path: str | os.PathLike[str], *, is_directory: bool) -> Staging:
     """A fresh directory beside `path`, to write to what is to stand there.
 
@@ -91,7 +99,7 @@ def stage(path: str | os.PathLike[str], *, is_directory: bool) -> Staging:
             if fd is not None:
                 return Staging(made, target, is_directory, fd)
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
+        if not os.path.isdir(parent) and isinstance(error, FileNotFoundError):
             raise CheckpointError(f"dtorch.save: {given!r}: the directory {parent!r} does not exist") from None
         raise CheckpointError(f"dtorch.save: {given!r} cannot be written: {said(error)}") from None
 

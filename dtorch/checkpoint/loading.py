@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -61,14 +62,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source | None:
     return safetensors.open_directory(where, names)
 
 
-def open_state(state: Any, path: str) -> Source:
-    """What was read as a whole from a file of torch's, as a checkpoint.
+def open_state(state: Any, path: str, *, plain: bool) -> Source:
+    """What was read as a whole from a file of torch's, as a checkpoint; `plain`: of plain tensors.
 
     Raises:
         CheckpointError: it holds what is no part of one.
     """
     try:
-        tree, leaves = encode(state, lambda t: False)
+        tree, leaves = encode(state, lambda t: plain)
     except TypeError as error:
         raise CheckpointError(f"{path}: {str(error).removeprefix('dtorch.save: ')}") from None
     return Source(path, tree, {f.name: Stored(f.tensor.dtype, tuple(f.tensor.shape), value=f.tensor) for f in leaves})
@@ -93,7 +94,7 @@ def load_state(
     with torch.no_grad():
         filling = None if into is None else _Filling(load)
         if filling is None:
-            outcome = load.fresh(source.tree, ())
+            outcome = load.fresh(source.tree)
         else:
             outcome = filling.node(source.tree, into, ())
         fetched = load.send()
@@ -145,26 +146,37 @@ class _Load:
         self.source, self.placing = source, placing
         self.client: Client = client()
         self._wanted: list[Wanted] = []
-        self._made: dict[tuple[str, TensorSpec], Tensor] = {}
-        self._plain: dict[str, tuple[Tensor, list[TensorFuture[Any]]]] = {}
+        self._made: dict[tuple[str, TensorSpec], Callable[[], Tensor]] = {}
+        self._plain: dict[str, tuple[Callable[[], Tensor], list[TensorFuture[Any]]]] = {}
         self._tied: dict[Any, Any] = {}
 
     def stored(self, name: str) -> Stored:
         """What the checkpoint has of the tensor `name`."""
         return self.source.tensors[name]
 
-    def tensor(self, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-        """The tensor `name` on `mesh`, being read."""
+    def tensor(self, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Callable[[], Tensor]:
+        """The tensor `name` on `mesh`, once all is there."""
         stored = self.stored(name)
         spec = TensorSpec.of(stored.shape, None, stored.dtype, mesh, placements)
         found = self._made.get((name, spec))
-        if found is not None:
-            return found
-        if stored.value is not None:
-            made = moves.lift(stored.value.detach(), mesh, placements)
-        elif spec.is_partial:
+        if found is None and spec.is_partial:
             placed = tuple(Replicate() if type(p) is Partial else p for p in placements)
-            made = moves.redistribute(self.tensor(name, mesh, placed), mesh, placements)
+            whole = self.tensor(name, mesh, placed)
+            found = cache(lambda: moves.redistribute(whole(), mesh, placements))
+        elif found is None:
+            made = self._read(name, stored, spec)
+
+            def found() -> Tensor:
+                return made
+
+        self._made[name, spec] = found
+        return found
+
+    def _read(self, name: str, stored: Stored, spec: TensorSpec) -> Tensor:
+        """A tensor of `spec` whose value will be read."""
+        mesh = spec.mesh
+        if stored.value is not None:
+            made = moves.lift(stored.value.detach(), mesh, spec.placements)
         else:
             ref = ref_type(spec)(next_ref())
             ranks = range(mesh.nranks)
@@ -172,7 +184,6 @@ class _Load:
             id = self.client.mesh(mesh)[0]
             self._wanted.append(Wanted(int(ref), id, name, spec.dtype, regions, strides, stored.chunks))
             made = wrap(spec, ref)
-        self._made[name, spec] = made
         return made
 
     def plain(self, name: str) -> Callable[[], torch.Tensor]:
@@ -197,28 +208,24 @@ class _Load:
             c.send(LoadTensors(token, executors, tuple(wanted), f"dtorch.load({self.source.path!r})"))
             futures.append(ended_by(c, token, executors, lambda: None))
         for t, fetched in self._plain.values():
-            fetched.append(moves.fetch(t))
+            fetched.append(moves.fetch(t()))
             futures += fetched
         return futures
 
-    def fresh(self, tree: Any, path: Path, placing: Placing | None = None) -> Callable[[], Any]:
-        """A new state of `tree`, once it is there."""
-        place = placing or self.placing
+    def fresh(self, tree: Any, places: Mapping[str, tuple[DeviceMesh, Any]] | None = None) -> Callable[[], Any]:
+        """A new state of `tree`, once it is there; `places` say where some of its tensors go, plain ones too."""
+        known = places or {}
 
         def start(node: dict[str, Any]) -> Callable[[], torch.Tensor]:
             name = node["tensor"]
             grad, parameter = bool(node.get("grad")), bool(node.get("parameter"))
-            if node.get("plain"):
+            get: Callable[[], torch.Tensor]
+            if node.get("plain") and name not in known:
                 get = self.plain(name)
             else:
                 shape = self.stored(name).shape
-                mesh, placed = place(name, shape)
-                mesh, resolved = _resolved(mesh, placed, name, shape)
-                made = self.tensor(name, mesh, resolved)
-
-                def get() -> torch.Tensor:
-                    return made
-
+                mesh, placed = known.get(name) or self.placing(name, shape)
+                get = self.tensor(name, *_resolved(mesh, placed, name, shape))
             return lambda: self._dressed(get(), grad, parameter)
 
         started: list[Callable[[], torch.Tensor]] = []
@@ -281,7 +288,7 @@ class _Filling:
             return self._list(tree, cast("MutableSequence[Any]", target), path)
         if kind == "tensor" and target is not None:
             raise self.refuse(path, f"the checkpoint has a tensor where the state has a {type(target).__name__}")
-        return self.load.fresh(tree, path)
+        return self.load.fresh(tree)
 
     def _mapping(self, tree: Any, target: MutableMapping[Any, Any], path: Path) -> Callable[[], Any]:
         saved = self._items(tree, path)
@@ -317,14 +324,14 @@ class _Filling:
         self._mapping(tree, {k: v for k, v in state.items() if k not in others}, path)
         if others:
             saved = self._items(tree, path)
-            made = {k: self.load.fresh(saved[k], (*path, k)) for k in others if k in saved}
+            made = {k: self.load.fresh(saved[k]) for k in others if k in saved}
             self.writes.append(
                 lambda: module.load_state_dict({k: m() for k, m in made.items()}, strict=False) if made else None
             )
         return lambda: module
 
     def _stateful(self, tree: Any, target: Any, path: Path) -> Callable[[], Any]:
-        made = self.load.fresh(tree, path, _beside_parameters(self.load, tree, target))
+        made = self.load.fresh(tree, _beside_parameters(self.load, tree, target))
         groups = hasattr(target, "param_groups")
         self.writes.append(lambda: target.load_state_dict(_with_numbers(made()) if groups else made()))
         return lambda: target
@@ -342,7 +349,7 @@ class _Filling:
             spec = target._spec
             placed = spec.placements
             read = self.load.tensor(name, spec.mesh, placed)
-            self.writes.append(lambda: target.copy_(read))
+            self.writes.append(lambda: target.copy_(read()))
         else:
             value = self.load.plain(name)
             self.writes.append(lambda: target.copy_(value()))
@@ -371,7 +378,7 @@ def _shown_kind(tree: Any) -> str:
     return f"the value {str(tree)[:40]!r}"
 
 
-def _beside_parameters(load: _Load, tree: Any, target: Any) -> Placing:
+def _beside_parameters(load: _Load, tree: Any, target: Any) -> dict[str, tuple[DeviceMesh, Any]]:
     """Of an optimizer's state, what is shaped as its parameter goes where that lies."""
     places: dict[str, tuple[DeviceMesh, Any]] = {}
     groups: Any = getattr(target, "param_groups", None)
@@ -388,5 +395,4 @@ def _beside_parameters(load: _Load, tree: Any, target: Any) -> Placing:
                             places[node["tensor"]] = (p._spec.mesh, p._spec.placements)
         except (KeyError, TypeError, ValueError, IndexError):
             pass  # of another kind: load_state_dict says what it lacks
-    default = load.placing
-    return lambda name, shape: places.get(name) or default(name, shape)
+    return places

@@ -7,6 +7,7 @@ such a cut, in batches, since what is moved takes memory until it is written; su
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .._tensor import Tensor
+from ..errors import PoolError
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
@@ -42,7 +44,8 @@ _FILE, _SMALL = 5_000_000_000, 1 << 20
 # Bytes that are moved to another cut before they are written and let go.
 _BATCH = 256 << 20
 
-_plans: WeakKeyDictionary[Client, int] = WeakKeyDictionary()
+# Of every pool, the plan of the records that end a save or a load, and the executors that know it.
+_plans: WeakKeyDictionary[Client, tuple[int, frozenset[int]]] = WeakKeyDictionary()
 
 
 class _Value(NamedTuple):
@@ -66,7 +69,7 @@ def save_state(state: Any, path: str | os.PathLike[str], kind: str, *, is_direct
     """
     text = f"dtorch.save({os.fspath(path)!r})"
     with torch.no_grad():
-        tree, leaves = encode(state, lambda t: not isinstance(t, Tensor))
+        tree, leaves = encode(state, lambda t: not isinstance(t, Tensor), stateful=kind != "torch")
         c = client()
         c.check()
         unique, aliases = unique_leaves(leaves)
@@ -314,11 +317,13 @@ def ended_by(
 
     `on_end` is called once all have answered, whether or not anyone asks.
     """
-    id = _plans.get(c)
-    if id is None:
-        id = _plans[c] = c.plan_id()
+    id, known = _plans.get(c, (0, frozenset[int]()))
+    if not known.issuperset(executors):
+        # An executor knows what was sent since it began to read.
+        id, known = id or c.plan_id(), frozenset(c.writer.readers)
         c.send(CheckpointPlan(id))
         c.pool.name_plan(id, "a checkpoint")
+        _plans[c] = (id, known)
     plan = Plan(id, "3Q", executors)
     work = _Work(c, c.slots.take(executors), outcome, on_end)
     c.issue(plan, (token, work.base, work.ticket.generation))
@@ -358,5 +363,7 @@ class _Work:
 
     def _arrived(self) -> None:
         self.on_end()
-        if self.ticket.failed():
-            self.client.failures.unread(self.base, self.ticket.generation)
+        # The slot may have its next use by now; a failure that is not seen here is told at the end.
+        with contextlib.suppress(PoolError):
+            if self.ticket.failed():
+                self.client.failures.unread(self.base, self.ticket.generation)

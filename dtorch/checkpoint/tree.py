@@ -52,12 +52,13 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def encode(state: Any, is_plain: Callable[[torch.Tensor], bool]) -> tuple[Any, list[Leaf]]:
+def encode(state: Any, is_plain: Callable[[torch.Tensor], bool], *, stateful: bool = True) -> tuple[Any, list[Leaf]]:
     """The tree of `state`, and its tensors in the order in which they stand there.
 
     Args:
-        state: what to save. Modules and optimizers stand for their ``state_dict()``.
+        state: what to save.
         is_plain: whether a tensor is a plain one, to be plain again when it is loaded.
+        stateful: whether modules and optimizers stand for their ``state_dict()``; else they are refused.
 
     Raises:
         TypeError: something in it is none of the types of a tree; the message names where.
@@ -118,7 +119,7 @@ def encode(state: Any, is_plain: Callable[[torch.Tensor], bool]) -> tuple[Any, l
             return {"dtype": _name(value)}
         if type(value) is torch.device:
             return {"device": str(value)}
-        if is_stateful(value):
+        if stateful and is_stateful(value):
             return node(value.state_dict(), path)
         raise TypeError(
             f"dtorch.save: {shown(path) or 'the state'} is {_kind(value)}, and a checkpoint holds tensors, numbers, "

@@ -341,10 +341,11 @@ class Checkpoints:
 
 def _as_checkpoint_error(error: BaseException, text: str) -> BaseException:
     """`error` in one line, where it is of a file and not of a program."""
-    if isinstance(error, OSError):
-        where = f" ({error.filename})" if error.filename else ""
-        return CheckpointError(f"{text}: {files.said(error)}{where}")
-    return error
+    found = files.of_system(error)
+    if found is None:
+        return error
+    where = f" ({found.filename})" if found.filename else ""
+    return CheckpointError(f"{text}: {files.said(found)}{where}")
 
 
 def _part(directory: str, executor: int) -> str:

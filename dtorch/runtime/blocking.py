@@ -47,6 +47,8 @@ _INSTEAD = {
     "wait_for": "with anyio.move_on_after(seconds): await future",
     "exception": "await future",
     "sync": "await Graph.sync_async()",
+    "save": "await dtorch.aio.save(state, path)",
+    "load": "await dtorch.aio.load(path)",
     # Random states come from the executors: for activation checkpoints that draw, and for these two.
     "backward": "await dtorch.aio.call(loss.backward), or checkpoint(…, preserve_rng_state=False)",
     "get_rng_state": "await dtorch.aio.call(torch.get_rng_state)",

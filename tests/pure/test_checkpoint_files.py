@@ -52,7 +52,7 @@ def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bytes."""
-    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    raw = [t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype is b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
