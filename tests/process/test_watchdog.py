@@ -6,10 +6,12 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ from dtorch.executor.watchdog import Watchdog, text_of
 from dtorch.runtime.client import client
 from dtorch.runtime.command import CONTROL, FIRST_PLAN, MakeLocals, encode
 from dtorch.runtime.config import Config
+from dtorch.runtime.hung import waiters
 from dtorch.runtime.ring import Writer
 from dtorch.runtime.shared import (
     EXECUTOR_CONTROL,
@@ -505,3 +508,62 @@ def test_executors_can_be_asked_for_stacks_by_nobody_else(tmp_path: Path) -> Non
     made = dtorch.from_local(local, mesh, [Shard(0)], shape=(2,))
     assert made.tolist() == [1, 1] and Path(path).exists()
     assert client().pool.check()
+
+
+# -- who waits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_those_who_wait_are_found_in_any_loop(backend: str, held: tuple[dtorch.Tensor, Callable[[], object]]) -> None:
+    """Tasks that wait for values, by whatever form; not those that wait for something else, nor the loop's own."""
+    made, release = held
+    waiting = client().waiting
+
+    async def awaits() -> None:
+        await made  # line A
+
+    async def through_another_call() -> None:
+        await awaits()
+
+    async def looks() -> None:
+        await made.ready()  # line B
+
+    async def sleeps() -> None:
+        await anyio.sleep(0.3)
+
+    found: list[list[str]] = []
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            for task in (awaits, through_another_call, looks, sleeps):
+                group.start_soon(task)
+            await anyio.sleep(0.1)
+            found.append(waiters(waiting))
+            release()
+
+    anyio.run(main, backend=backend)
+    lines = Path(__file__).read_text().splitlines()
+    a, b = (next(i for i, line in enumerate(lines, 1) if line.endswith(f"# line {x}")) for x in "AB")
+    here = os.path.relpath(__file__)
+    assert sorted(found[0]) == [f"{here}:{a} in awaits (2 times)", f"{here}:{b} in looks"]
+    assert waiters(waiting) == []
+
+
+def test_threads_that_wait_are_found_by_their_lines(held: tuple[dtorch.Tensor, Callable[[], object]]) -> None:
+    made, release = held
+
+    def work() -> None:
+        made.sum().item()  # line C
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# line C"))
+    wanted = [f"{os.path.relpath(__file__)}:{line} in work (12 times)"]
+    deadline = time.monotonic() + 20
+    while (found := waiters(client().waiting)) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found == wanted
+    release()
+    for thread in threads:
+        thread.join(20)
