@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from .errors import PoolError
 from .runtime import modes
 from .runtime.waiting import Waiting, Watcher
 
@@ -168,7 +169,8 @@ class TensorFuture(concurrent.futures.Future, Generic[T]):  # type: ignore[type-
         # __init__ may not have come so far.
         if getattr(self, "_resolve", None) is not None:
             self._on_abandon()
-        elif not self._told and getattr(self, "_error", None) is not None:
+        elif not self._told and type(getattr(self, "_error", None)) not in (type(None), PoolError):
+            # A pool that was shut down, as at the end of a program, takes along what nobody asked for: no news.
             _log.error("a future was dropped whose error nobody asked for", exc_info=self._error)
 
     def _remember(self, fn: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None = None) -> bool:

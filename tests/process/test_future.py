@@ -8,6 +8,8 @@ import copy
 import gc
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -22,6 +24,7 @@ import uvloop
 from dtorch.future import TensorFuture, VoidFutureCollect
 from dtorch.runtime import modes
 from tests.process.echo_executor import HOLD, EchoPool
+from tests.process.scripts import ROOT
 
 BACKENDS = ["asyncio", "trio"]
 
@@ -283,6 +286,30 @@ def test_a_loop_that_ends_leaves_its_callbacks_to_a_thread(pool: EchoPool, new_l
     assert called.wait(10)
     time.sleep(0.05)
     assert calls == ["value"]
+
+
+def test_a_program_ends_quietly_with_callbacks_pending() -> None:
+    code = """
+import asyncio, time, torch, dtorch
+
+def late(rank):
+    time.sleep(4)
+    return torch.ones(1)
+
+t = dtorch.from_local(late, dtorch.DeviceMesh("cpu"), [dtorch.Replicate()], shape=(1,))
+futures = [(t + i).to_torch_async() for i in range(3)]
+
+async def main():
+    futures[0].add_done_callback(lambda f: None)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(futures[1]), 0.01)
+    except TimeoutError:
+        print("late")
+
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "late\n", "")
 
 
 def test_asyncio_wait_takes_a_future(pool: EchoPool) -> None:
