@@ -134,10 +134,12 @@ class AskedState:
 
     def read(self) -> bytes:
         """The state; waits until the executor that was asked has come so far, however much was issued before."""
-        if self._state is None:
-            self._client.waiting.on_block()
-            (self._state,) = self._client._answers([self._key])
-        return self._state
+        if self._state is not None:
+            return self._state
+        self._client.waiting.on_block()
+        state: bytes = self._client._answers([self._key])[0]
+        self._state = state
+        return state
 
     def __del__(self) -> None:
         if getattr(self, "_state", b"") is None:
