@@ -94,9 +94,10 @@ class Keeper:
                 await found.pool.wait_for_death()
                 try:
                     await recovered()
+                    continue
                 except PoolError as error:
                     log.error("the pool is not restarted: %s", error)
-                    return
                 except Exception:
                     log.exception("the pool is not restarted")
-                    return
+                while _client.current_client() is found:  # noqa: ASYNC110
+                    await anyio.sleep(1)  # until someone restarts it by hand

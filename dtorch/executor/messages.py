@@ -35,6 +35,7 @@ __all__ = ["FORK_BATCH", "STREAMS", "Death", "close_all", "exit_reason", "oom_ki
 
 # Descriptors at the head of the start message: the client's stdout and stderr, its pidfd, names of plans, tokens.
 STREAMS = ("stdout", "stderr", "client", "names", "claims")
+_BY_SIGNAL = "was ended by signal"
 # Most executors in one fork message: two descriptors each, and the kernel takes at most 253 in a message.
 FORK_BATCH = 64
 # A socket's send buffer holds 208 KiB by default, and no message is larger.
@@ -56,6 +57,11 @@ class Death:
     pid: int
     reason: str
     stderr: tuple[str, ...] = ()
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal ended it."""
+        return self.reason.startswith(_BY_SIGNAL)
 
     def __str__(self) -> str:
         who = "the warden of the executors" if self.executor is None else f"executor {self.executor}"
@@ -92,7 +98,7 @@ def exit_reason(returncode: int, oom: int = 0) -> str:
         )
     elif -returncode == signal.SIGKILL:
         name += " (killed by hand, or by the kernel because memory ran out)"
-    return f"was ended by signal {name}"
+    return f"{_BY_SIGNAL} {name}"
 
 
 def send(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = (), flags: int = 0) -> None:

@@ -376,11 +376,14 @@ class Pool:
         return list(self._deaths)
 
     def has_died(self) -> bool:
-        """Whether executors, or the warden, have ended after a start that went well, and not at anyone's wish."""
+        """Whether executors, or the warden, have ended at nobody's wish; not if they could not start to begin with."""
         self.check()
         if self._closed or self._owner != os.getpid():
             return False
-        return bool(self._deaths) or (self._warden_death is not None and self._hello is not None)
+        if self._deaths:
+            return True
+        # One that ends by itself before it has said hello will do so again; one that was killed need not.
+        return self._warden_death is not None and (self._hello is not None or self._warden_death.by_signal)
 
     def unmet_death(self) -> Death | None:
         """The death that has ended the pool, if nobody was told of it."""

@@ -629,7 +629,8 @@ def replace(dead: Client) -> None:
             dead.refuse_for_good()
             log.error("%s", dead._death())
             return
-        why = next(iter(dead.pool.deaths()), None) or dead._death()
+        error = dead._death()
+        why = next(iter(dead.pool.deaths()), error)
         for callback in _closing:
             callback()
         _current = fresh = _new(held=True)

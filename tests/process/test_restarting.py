@@ -224,6 +224,17 @@ def test_the_warden_counts_as_well(mesh: dtorch.DeviceMesh) -> None:
     assert dtorch.ones(2).tolist() == [1, 1]
 
 
+def test_a_pool_that_is_killed_while_it_starts_is_started_again(mesh: dtorch.DeviceMesh) -> None:
+    kill()
+    value = dtorch.ones(2)
+    starting = pools.client()
+    os.kill(starting.pool.warden_pid or 0, signal.SIGKILL)
+    with pytest.raises(dtorch.PoolError, match="SIGKILL"):
+        value.tolist()
+    assert dtorch.ones(2).tolist() == [1, 1]
+    assert pools.client() is not starting
+
+
 def test_what_may_be_configured() -> None:
     for text in ("restart", "RESTART "):
         assert config.from_environ({"DTORCH_ON_EXECUTOR_DEATH": text}).on_executor_death == "restart"
