@@ -334,13 +334,13 @@ class Client:
         if done:
             self.failures.tell_dropped(done)
 
-    def look(self) -> None:
-        """Whatever a waiter may need to learn between two looks at its status word; never raises."""
     def give_up(self, reason: str) -> None:
         """End the pool, whose executors cannot be relied on; whoever waits for them learns why."""
         self.pool.give_up(reason)
         self.writer.refuse()
 
+    def look(self) -> None:
+        """Whatever a waiter may need to learn between two looks at its status word; never raises."""
         if not self.closed:
             if not self.pool.check():
                 self.writer.refuse()
