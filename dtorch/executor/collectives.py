@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Comm", "GlooGroup", "HostGroup", "NcclGroup", "Solo"]
 
 _TIMEOUT = timedelta(hours=24)
+# Seconds that a peer's death may take to be told of.
+_TOLD = 5.0
 
 # Bytes by member, one behind the other in one piece of memory.
 Pieces = tuple[Tensor, ...]
@@ -209,6 +211,12 @@ class GlooGroup(Group):
         try:
             work.wait()
         except RuntimeError as error:
+            # A peer's end may show here before the warden has told of it.
+            deadline = time.monotonic() + _TOLD
+            while not self._aborted() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if not self._aborted():
+                raise
             raise Aborted(f"gloo, in a collective of executors {self.members}: {error}") from error
 
     def _connect(self) -> Any:

@@ -245,6 +245,33 @@ def test_a_transfer_that_fails_after_arrival_ends_the_executor() -> None:
     assert answers == ["freed", "gloo, between executors (0, 1): list index out of range"]
 
 
+def test_a_broken_connection_waits_for_the_word_of_a_death() -> None:
+    """Else it would pass for an error of the command, where the executor has died."""
+    mesh = init_device_mesh("cpu", 2)
+    with Pool(2, "gloo") as pool:
+        plan = pool.plan(TensorSpec.of((6,), None, torch.float32, mesh, (S(0),)), R)
+        group: Any = plan.programs[0].steps[0].group  # type: ignore[union-attr]
+
+        def work(me: int, comm: Comm, control: memoryview) -> Any:
+            run(plan.programs[me], [torch.ones(3)], comm)
+            if me == 0:
+                # It has arrived, and sends nothing.
+                comm.shared(*group).barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                run(plan.programs[me], [torch.ones(3)], comm)
+            except Aborted as error:
+                return control[ABORT], str(error)
+            return "nothing happened"
+
+        pipes = pool.start(work)
+        os.waitpid(pool.pids[0], 0)
+        time.sleep(0.3)
+        _map(pool.control_fd)[ABORT] = 1
+        told, text = pool.finish(pipes)[1]
+    assert told == 1 and "collective of executors (0, 1)" in text
+
+
 @pytest.mark.parametrize("size", [4, 1_000_000])
 def test_a_death_frees_the_peers(size: int) -> None:
     """Peers wait for a member that was killed; the abort word alone, with nobody waking them, sets them free."""
