@@ -224,8 +224,9 @@ class GlooGroup(Group):
         mine = tempfile.mkdtemp(prefix="dtorch-") if self.me == 0 else None
         try:
             where = self.broadcast_bytes(0, None if mine is None else mine.encode()).decode()
-            group = self._pg = self._make(dist.FileStore(os.path.join(where, "store"), self.n))
-            self._finish(group.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
+            with _uninherited():
+                group = self._pg = self._make(_private_store(os.path.join(where, "store"), self.n))
+                self._finish(group.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
             self.barrier()
         finally:
             if mine is not None:
@@ -239,6 +240,30 @@ class GlooGroup(Group):
         options._devices = [make.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
         return make(store, self.me, self.n, options)
+
+
+def _private_store(path: str, n: int) -> dist.Store:
+    """Where `n` members find each other: a file that its owner alone may read and write."""
+    before = os.umask(0o177)
+    try:
+        return dist.FileStore(path, n)
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
+def _uninherited() -> Iterator[None]:
+    """What the libraries open meanwhile is closed in programs that a user's function starts."""
+    before = _open_now()
+    yield
+    for fd in _open_now() - before:
+        with contextlib.suppress(OSError):  # closed by one of their threads
+            os.set_inheritable(fd, False)
+
+
+def _open_now() -> set[int]:
+    """All descriptors, but not that of the listing itself."""
+    return {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
 
 
 # What NCCL reduces in the arithmetic that is promised. Narrow floats are summed in float32 and rounded once, booleans
