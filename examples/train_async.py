@@ -34,16 +34,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 import torch
 import torch.nn.functional as F
 from gpt import GPT, PLAN, batches, read_text
-from torch.utils import _pytree as pytree
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -68,8 +64,7 @@ class Run:
             sys.exit(f"train_async: a tenth of the text has {held_back} bytes, and --context {args.context} needs more")
         self.args, self.text, self.unseen = args, text[:-held_back], text[-held_back:]
         self.mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=["dp", "tp"])
-        saved = torch.load(args.resume, weights_only=True) if args.resume else None
-        self.step = self.first = saved["step"] if saved else 0
+        self.step = self.first = dtorch.load(args.resume, into={"step": 0})["step"] if args.resume else 0
         if self.step >= args.steps:
             sys.exit(f"train_async: {args.resume} is at step {self.step}; --steps {args.steps} is not beyond it")
         self.losses: list[float] = []
@@ -83,12 +78,10 @@ class Run:
         dtorch.manual_seed(args.seed)
         with dtorch.device_mesh(self.mesh):
             self.model = GPT(args.layers, args.width, args.heads, args.context, args.dropout)
-        if saved:
-            self.model.load_state_dict(saved["model"])
         parallelize_module(self.model, self.mesh["tp"], PLAN)
         self.optimizer = dtorch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        if saved:
-            self.optimizer.load_state_dict(saved["optimizer"])
+        if args.resume:
+            dtorch.load(args.resume, into={"model": self.model, "optimizer": self.optimizer})
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Nats per byte, a scalar."""
@@ -159,28 +152,17 @@ async def evaluate(run: Run) -> None:
 
 
 async def checkpoint(run: Run) -> None:
-    """Every so many steps, and at the end: all that is needed to go on, as plain tensors in one file."""
+    """Every so many steps, and at the end: all that is needed to go on. A FILE.pt is one that plain torch loads, a name
+    without an ending a directory of safetensors, to which each executor writes its own part."""
     args, at = run.args, run.first
     while at < args.steps:
         at = await run.reached(at + args.checkpoint_every)
         state = {"config": run.model.config, "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-        # All are asked for at once, between two steps; training goes on while they come.
-        leaves, tree = pytree.tree_flatten(state)
-        values = await dtorch.aio.gather(*(t.detach() if isinstance(t, torch.Tensor) else t for t in leaves))
-        plain = pytree.tree_unflatten(values, tree)
-        await anyio.to_thread.run_sync(write, {**plain, "step": at}, args.checkpoint)
+        # Asked for between two steps; the executors write it while training goes on. Once begun, it is ended.
+        with anyio.CancelScope(shield=True):
+            await dtorch.aio.save({**state, "step": at}, args.checkpoint)
         run.checkpoints += 1
         run.saved = at
-
-
-def write(state: dict[str, Any], path: str) -> None:
-    """Save `state` at `path`, whole or not at all: whoever reads it meanwhile gets the one before."""
-    partial = Path(f"{path}.partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def metrics(run: Run) -> str:
@@ -281,8 +263,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--checkpoint", default="train_async.pt", metavar="FILE", help="where checkpoints go")
-    parser.add_argument("--resume", metavar="FILE", help="a checkpoint to go on from")
+    parser.add_argument("--checkpoint", default="train_async.pt", metavar="PATH", help="where checkpoints go")
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint to go on from")
     parser.add_argument("--port", type=int, default=0, help="of the metrics (default: any that is free)")
     parser.add_argument("--backend", default="asyncio", choices=["asyncio", "trio"])
     return parser.parse_args()

@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..nn.placing import plain_factories
+from ..runtime.client import client
 from . import files
 from .loading import load_state, open_checkpoint, open_state
 from .pieces import Source
@@ -63,6 +64,8 @@ def save(obj: Any, f: Any, *args: Any, format: str | None = None, **kwargs: Any)
     if args or kwargs:
         named = ", ".join([*map(repr, args), *kwargs])
         raise TypeError(f"dtorch.save: {named}: of torch.save, and means nothing for format={kind!r}")
+    # However soon it is done: whoever runs an event loop is told before anything happens.
+    client().waiting.on_block()
     save_state(obj, f, kind, is_directory=_is_directory(f, kind)).get()
 
 
@@ -118,6 +121,7 @@ def load(
     source = _open(f, options, into is not None, placed)
     if not isinstance(source, Source):
         return source[0]
+    client().waiting.on_block()
     return load_state(source, into, device_mesh, placements).get()
 
 

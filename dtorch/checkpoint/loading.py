@@ -206,7 +206,7 @@ class _Load:
             executors = tuple(sorted({e for id, _, held in tuple(c._meshes.values()) if id in meshes for e in held}))
             token = next_token()
             c.send(LoadTensors(token, executors, tuple(wanted), f"dtorch.load({self.source.path!r})"))
-            futures.append(ended_by(c, token, executors, lambda: None))
+            futures.append(ended_by(c, token, executors))
         for t, fetched in self._plain.values():
             fetched.append(moves.fetch(t()))
             futures += fetched

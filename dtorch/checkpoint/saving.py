@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
 from ..runtime import moves
-from ..runtime.client import Client, client
+from ..runtime.client import Client, client, on_close
 from ..runtime.command import CheckpointPlan, SavePieces, SaveState
 from ..runtime.copies import settled
 from ..runtime.refs import Plan
@@ -37,12 +38,17 @@ from .tree import Leaf, encode
 
 __all__ = ["ended_by", "next_token", "save_state", "unique_leaves"]
 
+log = logging.getLogger("dtorch")
+
 next_token = itertools.count(1).__next__
 
 # Bytes of a file of safetensors, as Hugging Face cuts them; and below which all go to one.
 _FILE, _SMALL = 5_000_000_000, 1 << 20
 # Bytes that are moved to another cut before they are written and let go.
 _BATCH = 256 << 20
+
+# Saves of which nobody has asked yet whether they are done: the call, and what to ask.
+_under_way: dict[int, tuple[str, _Work]] = {}
 
 # Of every pool, the plan of the records that end a save or a load, and the executors that know it.
 _plans: WeakKeyDictionary[Client, tuple[int, frozenset[int]]] = WeakKeyDictionary()
@@ -194,7 +200,26 @@ def _send(
             for piece in by_name.get(name, ()):
                 message.setdefault(owners[piece.number], []).append(piece._replace(ref=int(t._ref), mesh=mesh))
         c.send(SavePieces(token, {e: tuple(found) for e, found in message.items()}))
-    return ended_by(c, token, executors, lambda: None, staging.close)
+
+    def end() -> None:
+        _under_way.pop(token, None)
+        staging.close()
+
+    work = _Work(c, c.slots.take(executors), end)
+    _under_way[token] = (text, work)
+    return _issue(c, token, work)
+
+
+def _on_close() -> None:
+    """The pool ends. Its executors hold on to what they write as long as they live; this process no longer does."""
+    while _under_way:
+        text, work = _under_way.popitem()[1]
+        work.on_end()
+        if work.client.pid == os.getpid() and not work.ticket.answered():
+            log.error("%s was not done when the pool ended: what was there before may be there still", text)
+
+
+on_close(_on_close)
 
 
 def _batches(values: Sequence[_Value]) -> Iterator[list[_Value]]:
@@ -310,13 +335,13 @@ def _safetensors(
 # -- waiting for the executors ----------------------------------------------------------------------------------------
 
 
-def ended_by(
-    c: Client, token: int, executors: tuple[int, ...], outcome: Any, on_end: Any = lambda: None
-) -> TensorFuture[Any]:
-    """End save or load `token`, which `executors` answer; a future of ``outcome()``.
+def ended_by(c: Client, token: int, executors: tuple[int, ...]) -> TensorFuture[None]:
+    """End load `token`, which `executors` answer; a future of the end."""
+    return _issue(c, token, _Work(c, c.slots.take(executors)))
 
-    `on_end` is called once all have answered, whether or not anyone asks.
-    """
+
+def _issue(c: Client, token: int, work: _Work) -> TensorFuture[None]:
+    executors = work.ticket.executors
     id, known = _plans.get(c, (0, frozenset[int]()))
     if not known.issuperset(executors):
         # An executor knows what was sent since it began to read.
@@ -324,30 +349,29 @@ def ended_by(
         c.send(CheckpointPlan(id))
         c.pool.name_plan(id, "a checkpoint")
         _plans[c] = (id, known)
-    plan = Plan(id, "3Q", executors)
-    work = _Work(c, c.slots.take(executors), outcome, on_end)
-    c.issue(plan, (token, work.base, work.ticket.generation))
+    c.issue(Plan(id, "3Q", executors), (token, work.base, work.ticket.generation))
     c.writer.wake(executors, sync=True)
     return TensorFuture(work.is_done, work.resolve, c.waiting, work.abandon)
 
 
 class _Work:
-    """A save or load that executors are at."""
+    """A save or load that executors are at; `on_end` is called once it is known how it ended."""
 
-    __slots__ = ("base", "client", "on_end", "outcome", "ticket")
+    __slots__ = ("base", "client", "on_end", "ticket")
 
-    def __init__(self, c: Client, ticket: Ticket, outcome: Any, on_end: Any) -> None:
-        self.client, self.ticket, self.outcome, self.on_end = c, ticket, outcome, on_end
+    def __init__(self, c: Client, ticket: Ticket, on_end: Callable[[], None] = lambda: None) -> None:
+        self.client, self.ticket, self.on_end = c, ticket, on_end
         self.base = c.state.slot_word(ticket.slot, 0)
 
     def is_done(self) -> bool:
         return self.ticket.is_done() or self.client.closed
 
-    def resolve(self) -> Any:
+    def resolve(self) -> None:
         c, ticket = self.client, self.ticket
         if c.closed or not ticket.answered():
-            # Not done, and yet resolved: the pool has ended.
-            c.slots.give(ticket, self.on_end)
+            # Not done, and yet resolved: the pool has ended, and no answer will come.
+            c.slots.give(ticket)
+            self.on_end()
             c.check()
         failed = ticket.failed()
         error = c.failures.of_slot(self.base, ticket.generation) if failed else None
@@ -355,7 +379,6 @@ class _Work:
         self.on_end()
         if error is not None:
             raise error
-        return self.outcome()
 
     def abandon(self) -> None:
         """Nobody waits for it any longer; it goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -448,6 +449,21 @@ def test_a_save_that_nobody_awaits_is_made(tmp_path: Path) -> None:
     while not (tmp_path / "x").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert equal(plain(dtorch.load(tmp_path / "x")), {"t": value(50, 50)})
+
+
+def test_a_save_that_the_end_of_the_pool_cuts_short_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    t = on(value(50, 50), LINE, [Shard(0)])
+    dtorch.save({"n": 0, "t": t}, tmp_path / "x")
+    future = dtorch.aio.save({"n": 1, "t": t}, tmp_path / "x")
+    dtorch.shutdown()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"dtorch.save('{tmp_path}/x') was not done when the pool ended: what was there before may be there still"
+    ]
+    with contextlib.suppress(dtorch.PoolError):
+        future.get()
+    assert dtorch.load(tmp_path / "x")["n"] in (0, 1)
+    dtorch.save({"n": 2}, tmp_path / "x")
+    assert os.listdir(tmp_path) == ["x"] and dtorch.load(tmp_path / "x") == {"n": 2}
 
 
 def test_saves_to_one_name_end_in_their_order(tmp_path: Path) -> None:
