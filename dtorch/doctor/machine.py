@@ -117,6 +117,10 @@ def _proc() -> None:
         os.listdir(name)
 
 
+def _null() -> None:
+    os.close(os.open(os.devnull, os.O_RDWR))
+
+
 _PROBES: tuple[tuple[str, Callable[[], None], str, str], ...] = (
     ("memfd", _memfd, "anonymous shared memory, mapped twice", f"sysctl vm.memfd_noexec=0; {_SECCOMP}"),
     ("eventfd", _eventfd, "wake-ups, seen by epoll", _SECCOMP),
@@ -124,6 +128,7 @@ _PROBES: tuple[tuple[str, Callable[[], None], str, str], ...] = (
     ("futex", _futex, "waits in shared memory", _SECCOMP),
     ("socket pair", _socket, "descriptors passed to the warden", _SECCOMP),
     ("/proc", _proc, "mounted, shows this process", "mount -t proc proc /proc"),
+    ("/dev/null", _null, "stands in for streams that are closed", "mknod -m 666 /dev/null c 1 3"),
 )
 
 
