@@ -21,7 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -319,15 +319,15 @@ def application(model: GPT, mesh: dtorch.DeviceMesh, health: Health, slots: int,
             engine = Engine(model, mesh, slots, max_queue)
             await warm_up()
             # What a start does, done again on fresh executors before any request gets through to them.
-            dtorch.on_restart(lambda: model.load_state_dict(weights))
-            dtorch.on_restart(lambda: engine.prepare())
-            dtorch.on_restart(warm_up)
-            dtorch.on_restart(health.restored)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run_engine)
-                tasks.start_soon(health.watch)
-                yield
-                tasks.cancel_scope.cancel()
+            again = (lambda: model.load_state_dict(weights), engine.prepare, warm_up, health.restored)
+            with ExitStack() as hooks:
+                for hook in again:
+                    hooks.callback(dtorch.on_restart(hook).remove)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(run_engine)
+                    tasks.start_soon(health.watch)
+                    yield
+                    tasks.cancel_scope.cancel()
 
     async def run_engine() -> None:
         steps = -1

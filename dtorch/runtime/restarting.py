@@ -138,7 +138,8 @@ class Restoration:
     def run_or_wait(self) -> None:
         """Have the hooks run, unless they do, and wait until that has ended, however it did. For threads."""
         if self._claim():
-            threading.Thread(target=self._run_in_thread, name="dtorch-restart").start()
+            # A program that ends does not wait for it: its uses of the pool raise then.
+            threading.Thread(target=self._run_in_thread, name="dtorch-restart", daemon=True).start()
         with self._condition:
             while self._running:
                 self._condition.wait()

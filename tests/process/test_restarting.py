@@ -20,6 +20,8 @@ from dtorch.runtime import client as pools
 from dtorch.runtime import config
 from dtorch.runtime.restarting import hooks
 
+from .scripts import run_body
+
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -233,6 +235,32 @@ def test_a_pool_that_is_killed_while_it_starts_is_started_again(mesh: dtorch.Dev
         value.tolist()
     assert dtorch.ones(2).tolist() == [1, 1]
     assert pools.client() is not starting
+
+
+def test_ctrl_c_ends_the_wait_for_a_hook() -> None:
+    body = """
+        import os, signal, sys, threading, time
+        import dtorch
+        from dtorch.runtime.client import client
+        dtorch.configure(on_executor_death="restart")
+        begun = threading.Event()
+        @dtorch.on_restart
+        def never():
+            begun.set()
+            time.sleep(600)
+        def interrupt():
+            begun.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+        dtorch.ones(1).tolist()
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            dtorch.restart()
+        except KeyboardInterrupt:
+            print("interrupted once", flush=True)
+        time.sleep(0.1)
+    """
+    done = run_body(body, timeout=60)
+    assert done.stdout == "interrupted once\n" and "Traceback" not in done.stderr, done.stderr
 
 
 def test_what_may_be_configured() -> None:

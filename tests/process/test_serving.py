@@ -145,7 +145,7 @@ async def serves_again(server: Server, http: Any, path: str, body: dict[str, Any
     """Kill an executor: callers get 503 with Retry-After for a while, then 200; that answer."""
     recovered = server.metrics()["recoveries_total"]
     os.kill(max(server.family()), signal.SIGKILL)
-    deadline, refused = time.monotonic() + 90, 0
+    deadline, refused = time.monotonic() + 150, 0
     while True:
         answer = await http.post(path, json=body)
         if answer.status_code == 200 and server.metrics()["recoveries_total"] > recovered:
