@@ -24,8 +24,10 @@ def _reason() -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def in_namespace(mounts: str, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` after the shell's `mounts`; skips the test where that is not allowed."""
+def in_namespace(before: str, command: Sequence[str], *, processes: bool = False) -> list[str]:
+    """The command that runs `command` after the shell's `before`, which may mount; with `processes` of its own, and so
+    their kernel settings, if that is asked. Skips the test where this is not allowed."""
     if _reason():
         pytest.skip(f"no mounts of one's own here: {_reason()}")
-    return ["unshare", "-Urm", "sh", "-c", f"{mounts}; exec {shlex.join(command)}"]
+    more = ["-pf", "--mount-proc"] if processes else []
+    return ["unshare", "-Urm", *more, "sh", "-c", f"{before}; exec {shlex.join(command)}"]

@@ -104,6 +104,15 @@ def test_small_files_alone() -> None:
     assert outcome(ended) == WORKS
 
 
+def test_a_kernel_that_lets_no_anonymous_file_be_executed() -> None:
+    """As hardened machines have it."""
+    if not os.path.exists("/proc/sys/vm/memfd_noexec"):
+        pytest.skip("this kernel has no vm.memfd_noexec")
+    code = f"print(open('/proc/sys/vm/memfd_noexec').read(), end='')\n{USE}"
+    command = in_namespace("echo 2 > /proc/sys/vm/memfd_noexec", [sys.executable, "-c", code], processes=True)
+    assert outcome(run(command=command)) == (0, "2\n8.0\n", "", [])
+
+
 def test_nothing_locked_and_a_small_stack() -> None:
     def limit() -> None:
         limited(resource.RLIMIT_MEMLOCK, 0)()
