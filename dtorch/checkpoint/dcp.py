@@ -319,9 +319,9 @@ def _paths(metadata: Any, names: list[str]) -> dict[str, tuple[Any, ...]]:
     known: dict[Any, Any] = given if isinstance(given, dict) else {}
     paths: dict[str, tuple[Any, ...]] = {}
     for name in names:
-        path = known.get(name)
+        path: Any = known.get(name)
         whole = type(path) is tuple and path and all(type(k) in (str, int) for k in path)
-        paths[name] = path if whole else (name,)
+        paths[name] = tuple(path) if whole else (name,)
     return paths
 
 

@@ -30,6 +30,7 @@ _OURS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "dto
 _MARKS = (".safetensors.index.json", ".safetensors", ".metadata")
 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -111,7 +112,12 @@ def lock(directory: str) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Where a file system has no locks, nobody can take this for a leftover, either.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         if os.path.samestat(os.fstat(fd), os.stat(directory)):
             return fd
     except (BlockingIOError, FileNotFoundError):

@@ -159,18 +159,21 @@ class _Load:
         stored = self.stored(name)
         spec = TensorSpec.of(stored.shape, None, stored.dtype, mesh, placements)
         found = self._made.get((name, spec))
-        if found is None and spec.is_partial:
+        if found is not None:
+            return found
+        get: Callable[[], Tensor]
+        if spec.is_partial:
             placed = tuple(Replicate() if type(p) is Partial else p for p in placements)
             whole = self.tensor(name, mesh, placed)
-            found = cache(lambda: moves.redistribute(whole(), mesh, placements))
-        elif found is None:
+            get = cache(lambda: moves.redistribute(whole(), mesh, placements))
+        else:
             made = self._read(name, stored, spec)
 
-            def found() -> Tensor:
+            def get() -> Tensor:
                 return made
 
-        self._made[name, spec] = found
-        return found
+        self._made[name, spec] = get
+        return get
 
     def _read(self, name: str, stored: Stored, spec: TensorSpec) -> Tensor:
         """A tensor of `spec` whose value will be read."""

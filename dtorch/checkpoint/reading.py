@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def _read_bytes(chunk: Chunk, fd: int, begin: int, end: int) -> Tensor:
 
 def _pread(chunk: Chunk, fd: int, begin: int, end: int) -> Tensor:
     out = torch.empty(end - begin, dtype=torch.uint8)
-    view = memoryview(out.numpy())
+    raw: Any = out.numpy()
+    view = memoryview(raw)
     done = 0
     while done < len(view):
         n = os.preadv(fd, [view[done:]], chunk.offset + begin + done)

@@ -3,7 +3,8 @@
 A node is None, a bool, an int, a float or a str as it stands, or an object of one key that says what it is:
 
     {"dict": [[key, node], …]}   {"odict": [[key, node], …], "metadata": node}   {"list": […]}   {"tuple": […]}
-    {"size": […]}   {"bytes": base64}   {"complex": [re, im]}   {"dtype": "float32"}   {"device": "cpu"}
+    {"float": "inf"}   {"size": […]}   {"bytes": base64}   {"complex": [re, im]}   {"dtype": "float32"}
+    {"device": "cpu"}
     {"tensor": name, "dtype": …, "plain": true, "grad": true, "parameter": true}
 
 Nothing in it is code: what a file says can make values of these types, and no others.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,12 +93,12 @@ def encode(state: Any, is_plain: Callable[[torch.Tensor], bool], *, stateful: bo
         if type(k) is tuple:
             return {"tuple": [key(x, path) for x in k]}
         if k is None or type(k) in _SCALARS:
-            return k
+            return _scalar(k)
         raise TypeError(f"dtorch.save: a key of {shown(path) or 'the state'} is {_kind(k)}; keys are str, int or tuple")
 
     def node(value: Any, path: tuple[Any, ...]) -> Any:
         if value is None or type(value) in _SCALARS:
-            return value
+            return _scalar(value)
         if len(path) > _DEPTH:
             raise TypeError(f"dtorch.save: {shown(path[:4])}… is nested more than {_DEPTH} deep, or contains itself")
         if isinstance(value, torch.Tensor):
@@ -114,7 +116,7 @@ def encode(state: Any, is_plain: Callable[[torch.Tensor], bool], *, stateful: bo
         if type(value) is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if type(value) is complex:
-            return {"complex": [value.real, value.imag]}
+            return {"complex": [_scalar(value.real), _scalar(value.imag)]}
         if type(value) is torch.dtype:
             return {"dtype": _name(value)}
         if type(value) is torch.device:
@@ -158,7 +160,9 @@ def decode(tree: Any, tensor: Callable[[dict[str, Any]], Any]) -> Any:
             if kind == "bytes":
                 return base64.b64decode(value, validate=True)
             if kind == "complex":
-                return complex(*value)
+                return complex(*(decode(v, tensor) for v in value))
+            if kind == "float":
+                return float(value)
             if kind == "dtype":
                 return dtype_of(value)
             if kind == "device":
@@ -187,6 +191,11 @@ def dtype_of(name: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"{str(name)[:80]!r} is no dtype of this torch")
     return found
+
+
+def _scalar(value: Any) -> Any:
+    """`value`, which JSON itself has, unless it is a float that is no number."""
+    return {"float": repr(value)} if type(value) is float and not math.isfinite(value) else value
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -175,9 +175,13 @@ class Checkpoints:
         save = self._saves[m.token] = _Save(m)
         if self._index == m.executors[0]:
             # Held until the end: whoever cleans up after a dead client must not take this for a leftover.
-            save.lock = files.lock(m.staged)
-            if save.lock is None:
-                save.error = CheckpointError(f"{m.text}: its directory {m.staged!r} is gone")
+            try:
+                save.lock = files.lock(m.staged)
+            except OSError as error:
+                save.error = error
+            else:
+                if save.lock is None:
+                    save.error = CheckpointError(f"{m.text}: its directory {m.staged!r} is gone")
 
     def _write_pieces(self, m: SavePieces) -> None:
         save = self._saves.get(m.token)
@@ -209,7 +213,8 @@ class Checkpoints:
             save.ends[piece.file] = offset + len(data)
             save.items[piece.number] = (piece.file, offset, len(data), zlib.crc32(data))
         else:
-            data = memoryview(local.reshape(-1).view(torch.uint8).numpy())
+            raw: Any = local.reshape(-1).view(torch.uint8).numpy()
+            data = memoryview(raw)
             save.checks[piece.number] = checksums(data)
             _write_at(save.fd(piece.file), data, piece.offset)
 

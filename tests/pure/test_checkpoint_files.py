@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning", "ignore:ComplexHalf support is experimental:UserWarning"
 )
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32,
@@ -196,7 +196,7 @@ def test_a_tree_is_the_state_it_was_made_of(state: Any) -> None:
     tensors = {leaf.name: leaf.tensor for leaf in leaves}
     assert len(tensors) == len(leaves) and not tensors.keys() & {"", "__metadata__"}
     # 1 and True are one key of a dict, and are so in the state.
-    assert equal(decode(json.loads(json.dumps(tree)), lambda node: tensors[node["tensor"]]), state)
+    assert equal(decode(json.loads(json.dumps(tree, allow_nan=False)), lambda node: tensors[node["tensor"]]), state)
 
 
 def test_names_are_the_keys_on_the_way_and_never_collide() -> None:
