@@ -141,6 +141,9 @@ class RemoteError(DtorchError):
     _said: tuple[tuple[Any, ...], str] | None = None
     _type: tuple[type[BaseException], str] | None = None
 
+    # The original may let nobody set anything (a frozen dataclass, say), not even a note.
+    __setattr__ = BaseException.__setattr__
+
     def __str__(self) -> str:
         # Not the original's own: it may want what did not travel. But whoever changes the arguments sees that.
         if self._said is not None and self._said[0] is self.args:

@@ -9,7 +9,6 @@ base under the same name, a value that does not pickle by its repr, a long text 
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import traceback
 from collections.abc import Callable
@@ -29,8 +28,8 @@ _SHOWN = 2000
 # Exceptions of one chain of causes, and of one group, that are told of.
 _DEEPEST, _WIDEST = 8, 32
 
-# They would end somebody else's loop, task or process, and quietly.
-_STEERING = (StopIteration, StopAsyncIteration, asyncio.CancelledError)
+# They, and all that is no Exception, would end somebody else's loop, task or process, and quietly.
+_STEERING = (StopIteration, StopAsyncIteration)
 # Known by other means, or of no use elsewhere.
 _NOT_STATE = frozenset(["__notes__", "_said", "_type", "__weakref__", "__dict__"])
 

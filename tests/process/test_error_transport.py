@@ -9,6 +9,7 @@ import operator
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -206,6 +207,12 @@ class GuardedError(Exception):
         return 4
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+    where: str
+
+
 class ClosedError(ArithmeticError):
     """Nobody derives from it."""
 
@@ -230,6 +237,12 @@ def test_a_constructor_that_args_do_not_feed(mesh: dtorch.DeviceMesh) -> None:
     assert isinstance(got, PickyError) and isinstance(got, ValueError)
     assert str(got) == "[7] loading" and got.args == ("loading failed",)
     assert (got.what, got.code, got.handle()) == ("loading", 7, 7)
+
+
+def test_a_type_that_lets_nobody_set_anything(mesh: dtorch.DeviceMesh) -> None:
+    got = remote(mesh, lambda: FrozenError(4, "there"))
+    assert isinstance(got, FrozenError) and (got.code, got.where) == (4, "there")
+    assert "issued at" in "\n".join(got.__notes__)
 
 
 def test_slots(mesh: dtorch.DeviceMesh) -> None:
@@ -299,9 +312,8 @@ def test_types_of_main_and_of_modules_that_the_client_lacks() -> None:
 
         def fails_elsewhere(rank):
             module = types.ModuleType("only_there")
-            exec(
-                "class ThereError(KeyError): pass\\nclass Detail:\\n    def __repr__(self): return 'Detail!'", vars(module)
-            )
+            source = "class ThereError(KeyError): pass\\nclass Detail:\\n    def __repr__(self): return 'Detail!'"
+            exec(source, vars(module))
             sys.modules["only_there"] = module
             error = module.ThereError(module.Detail(), 3)
             error.detail = module.Detail()
