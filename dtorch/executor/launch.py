@@ -44,6 +44,7 @@ class WardenProcess:
 
         Raises:
             PoolError: no interpreter, or no process.
+            OSError: too many open files.
         """
         _refuse_impossible()
         if not sys.executable:
@@ -58,34 +59,46 @@ class WardenProcess:
                 environ[name] = value
         # torch reads this once, when it first allocates: fresh large tensors on huge pages are touched twice as fast.
         environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._captured = os.memfd_create("dtorch-warden-stderr", os.MFD_CLOEXEC)
-        self._names_fd = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
-        self.names = Names(self._names_fd)
-        self.claims = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
-        try:
+        with contextlib.ExitStack() as undo:
+            # Each is let go if one after it cannot be had.
+            self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            undo.callback(self.sock.close)
             with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-S", _MAIN, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    # Its own words, not its executors': for the error, should it fail.
-                    stdout=self._captured,
-                    stderr=self._captured,
-                    env=environ,
-                    pass_fds=(theirs.fileno(),),
-                    # In a directory that was removed under the client, torch's libraries cannot be loaded.
-                    cwd=None if _has_directory() else "/",
-                    # Out of the terminal's reach: Ctrl-C is the client's alone.
-                    start_new_session=True,
-                )
+                self._captured = os.memfd_create("dtorch-warden-stderr", os.MFD_CLOEXEC)
+                undo.callback(os.close, self._captured)
+                self._names_fd = os.memfd_create("dtorch-names", os.MFD_CLOEXEC)
+                undo.callback(os.close, self._names_fd)
+                self.names = Names(self._names_fd)
+                self.claims = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
+                undo.callback(os.close, self.claims)
+                self._process = self._start(theirs.fileno(), environ)
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self.pid = self._process.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            undo.callback(os.close, self.pidfd)
+            self._poll = select.poll()
+            self._poll.register(self.pidfd, select.POLLIN)
+            self._send_start(start, shared)
+            undo.pop_all()
+
+    def _start(self, socket_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-S", _MAIN, str(socket_fd)],
+                stdin=subprocess.DEVNULL,
+                # Its own words, not its executors': for the error, should it fail.
+                stdout=self._captured,
+                stderr=self._captured,
+                env=environ,
+                pass_fds=(socket_fd,),
+                # In a directory that was removed under the client, torch's libraries cannot be loaded.
+                cwd=None if _has_directory() else "/",
+                # Out of the terminal's reach: Ctrl-C is the client's alone.
+                start_new_session=True,
+            )
         except OSError as error:
-            self._close_files()
             raise PoolError(f"the pool could not start: {sys.executable} cannot be run: {explain(error)}") from error
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        self._poll = select.poll()
-        self._poll.register(self.pidfd, select.POLLIN)
-        self._send_start(start, shared)
 
     def _send_start(self, start: dict[str, Any], shared: dict[str, int]) -> None:
         message = {

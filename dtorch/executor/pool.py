@@ -189,7 +189,7 @@ class Pool:
         """Return when something has died, or the pool was closed. May be cancelled."""
         while self._warden is None and not self._closed:  # noqa: ASYNC110
             await anyio.sleep(_RECHECK_DEATH)
-        with self._lock, select.epoll() as epoll:
+        with self._lock, _epoll() as epoll:
             warden = self._warden
             if warden is None or not self.check():
                 return
@@ -208,7 +208,7 @@ class Pool:
     def _watch(self, n: int) -> Generator[select.epoll]:
         """An epoll of one's own that wakes when there may be progress. Edges only: what stays readable, such as the
         socket after its end or the done eventfd, which nobody reads, wakes once."""
-        with select.epoll() as epoll:
+        with _epoll() as epoll:
             with self._lock:
                 warden = self._running()
                 self._request(n, warden)
@@ -531,6 +531,13 @@ class Pool:
         self._lock = threading.RLock()
         if self._warden is not None:
             self._warden.forget()
+
+
+def _epoll() -> select.epoll:
+    try:
+        return select.epoll()
+    except OSError as error:
+        raise PoolError(f"the pool cannot be waited for: {explain(error)}") from error
 
 
 # Pools whose warden runs. They stay here, alive, until they are shut down.

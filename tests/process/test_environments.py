@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import resource
@@ -65,6 +66,38 @@ subprocess.Popen = popen
     ended = run(body)
     assert ended.status == 1 and ended.left == []
     assert "Too many open files; the limit (ulimit -n) is 9 open descriptors" in ended.err
+
+
+def test_what_could_not_start_for_want_of_descriptors_leaves_none_open() -> None:
+    """Whichever it was that could not be had, and nothing but PoolError is raised."""
+    ended = run(
+        """
+        from tests.process.test_pool import *
+        import resource
+        sys.path.insert(0, NO_TORCH)        # which the wardens import instead of torch
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with opened(CONFIG, entry=f"{ENTRIES}:obey") as pool:
+            pool.ensure(2)
+        del pool
+        before, outcomes = count_fds(), []
+        for more in range(1, 32):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, hard))
+            try:
+                with opened(CONFIG, entry=f"{ENTRIES}:obey") as pool:
+                    pool.ensure(2)
+                outcomes.append("ready")
+            except PoolError as error:
+                outcomes.append("named" if "(ulimit -n)" in str(error) else str(error))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            pool = None
+            assert count_fds() == before, (more, outcomes[-1], count_fds(), before)
+        print(outcomes)
+        """
+    )
+    assert (ended.status, ended.left) == (0, []), ended.err
+    outcomes = ast.literal_eval(ended.out)
+    enough = outcomes.index("ready")
+    assert 10 < enough < 30 and set(outcomes[:enough]) == {"named"} and set(outcomes[enough:]) == {"ready"}, outcomes
 
 
 def test_too_few_processes_are_named() -> None:
