@@ -28,13 +28,14 @@ def dtorch_m(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m dtorch` with `arguments`; `path` is searched before all else."""
     search = os.pathsep.join([*([str(path)] if path else []), str(ROOT)])
+    others = {k: v for k, v in os.environ.items() if not k.startswith("DTORCH_") or k.startswith("DTORCH_TEST_")}
     return subprocess.run(
         [sys.executable, "-m", "dtorch", *arguments],
         capture_output=True,
         text=True,
         timeout=110,
         preexec_fn=limit,
-        env={**os.environ, "PYTHONPATH": search, **env},
+        env={**others, "PYTHONPATH": search, **env},
     )
 
 
