@@ -1,4 +1,4 @@
-"""``dtorch.save`` and ``dtorch.load``, and their awaitable forms, ``dtorch.aio.save`` and ``dtorch.aio.load``."""
+"""``dtorch.save`` and ``dtorch.load``; their awaitable forms are in :mod:`dtorch.aio.checkpoints`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import struct
 import zipfile
 from typing import Any
 
-import anyio.to_thread
 import torch
 
 from ..errors import CheckpointError
-from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..nn.placing import plain_factories
 from ..runtime.client import client
@@ -21,7 +19,7 @@ from .loading import load_state, open_checkpoint, open_state
 from .pieces import Source
 from .saving import save_state
 
-__all__ = ["aio_load", "aio_save", "load", "save"]
+__all__ = ["format_of", "is_directory", "load", "opened", "save"]
 
 FORMATS = ("safetensors", "dcp", "torch")
 
@@ -57,7 +55,7 @@ def save(obj: Any, f: Any, *args: Any, format: str | None = None, **kwargs: Any)
             raise ValueError(f"dtorch.save: format={format!r} needs a path, and this is a {type(f).__name__}")
         torch.save(obj, f, *args, **kwargs)
         return
-    kind = _format(f, format)
+    kind = format_of(f, format)
     if kind == "torch":
         _torch_save(obj, f, args, kwargs)
         return
@@ -66,20 +64,7 @@ def save(obj: Any, f: Any, *args: Any, format: str | None = None, **kwargs: Any)
         raise TypeError(f"dtorch.save: {named}: of torch.save, and means nothing for format={kind!r}")
     # However soon it is done: whoever runs an event loop is told before anything happens.
     client().waiting.on_block()
-    save_state(obj, f, kind, is_directory=_is_directory(f, kind)).get()
-
-
-def aio_save(obj: Any, f: str | os.PathLike[str], *, format: str | None = None) -> TensorFuture[None]:
-    """As :func:`dtorch.save`, without waiting: the future is done when the checkpoint is in its place.
-
-    What is saved is `obj` as it is at this call, whatever is issued afterwards. The format "torch" is put together on
-    one executor, and takes what the other formats take.
-
-    Raises:
-        CheckpointError, TypeError: as :func:`dtorch.save`; what can be told at once, at the call.
-    """
-    kind = _format(f, format)
-    return save_state(obj, f, kind, is_directory=_is_directory(f, kind))
+    save_state(obj, f, kind, is_directory=is_directory(f, kind)).get()
 
 
 def load(
@@ -118,30 +103,14 @@ def load(
     options = {"map_location": map_location, "pickle_module": pickle_module, "weights_only": weights_only, **kwargs}
     options = {name: value for name, value in options.items() if value is not None}
     placed = device_mesh is not None or placements is not None
-    source = _open(f, options, into is not None, placed)
+    source = opened(f, options, into is not None, placed)
     if not isinstance(source, Source):
         return source[0]
     client().waiting.on_block()
     return load_state(source, into, device_mesh, placements).get()
 
 
-async def aio_load(
-    f: str | os.PathLike[str],
-    *,
-    into: Any = None,
-    device_mesh: DeviceMesh | None = None,
-    placements: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """As :func:`dtorch.load`, without stopping the event loop. `into` is written when all has been read."""
-    placed = device_mesh is not None or placements is not None
-    source = await anyio.to_thread.run_sync(_open, f, kwargs, into is not None, placed)
-    if not isinstance(source, Source):
-        return source[0]
-    return await load_state(source, into, device_mesh, placements)
-
-
-def _format(path: str | os.PathLike[str], format: str | None) -> str:
+def format_of(path: str | os.PathLike[str], format: str | None) -> str:
     if format is None:
         name = os.fspath(path)
         if name.endswith(".safetensors") or name.endswith(os.sep) or os.path.isdir(name):
@@ -152,7 +121,7 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
     return format
 
 
-def _is_directory(path: str | os.PathLike[str], kind: str) -> bool:
+def is_directory(path: str | os.PathLike[str], kind: str) -> bool:
     return kind == "dcp" or (kind == "safetensors" and not os.fspath(path).endswith(".safetensors"))
 
 
@@ -178,7 +147,7 @@ def _torch_save(obj: Any, path: str | os.PathLike[str], args: tuple[Any, ...], k
         staging.discard()
 
 
-def _open(f: Any, options: dict[str, Any], filling: bool, placed: bool) -> Source | tuple[Any]:
+def opened(f: Any, options: dict[str, Any], filling: bool, placed: bool) -> Source | tuple[Any]:
     """A checkpoint whose tensors are to be read; or, in a tuple, what torch has read of a file of its own, unless that
     is to fill a state or to be `placed`."""
     path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else ""

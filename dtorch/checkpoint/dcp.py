@@ -65,6 +65,16 @@ def flat_values(tree: Any) -> tuple[list[tuple[tuple[Any, ...], str]], list[tupl
             values.append((path, node))
 
     walk((), tree)
+    if kind(tree) not in ("dict", "odict"):
+        raise CheckpointError("the format of torch.distributed.checkpoint holds dicts alone: write {'name': tensor}")
+    names: set[str] = set()
+    for path, _ in (*tensors, *values):
+        name = shown(path)
+        if name in names:
+            raise CheckpointError(
+                f"the format of torch.distributed.checkpoint joins keys: two values are called {name!r}"
+            )
+        names.add(name)
     return tensors, values
 
 
@@ -98,8 +108,6 @@ def write_metadata(
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     placed, values = flat_values(tree)
-    if not any(path for path, _ in placed) and placed:
-        raise CheckpointError("a single tensor is no state of torch.distributed.checkpoint; save {'name': tensor}")
     state: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     paths: dict[str, Any] = {}

@@ -177,14 +177,14 @@ def sweep(target: str) -> None:
 
 
 def locate(path: str | os.PathLike[str]) -> str:
-    """Where the checkpoint `path` is: there, or aside where a crash has cut its replacement short.
+    """Where the checkpoint `path` is, for any process: there, or aside where a crash has cut its replacement short.
 
     Raises:
         FileNotFoundError: there is none.
     """
     given = os.fspath(path)
     if os.path.lexists(given):
-        return given
+        return os.path.abspath(given)
     parent, name = os.path.split(os.path.realpath(given))
     for entry in _beside(parent, name):
         if entry.endswith(".previous"):

@@ -31,7 +31,7 @@ from ..runtime.copies import settled
 from ..runtime.refs import Plan
 from ..runtime.slots import Ticket
 from ..spec import TensorSpec
-from . import files
+from . import dcp, files
 from .pieces import Piece
 from .safetensors import Entry, FileLayout
 from .tree import Leaf, encode
@@ -78,6 +78,8 @@ def save_state(state: Any, path: str | os.PathLike[str], kind: str, *, is_direct
         tree, leaves = encode(state, lambda t: not isinstance(t, Tensor), stateful=kind != "torch")
         c = client()
         c.check()
+        if kind == "dcp":
+            dcp.flat_values(tree)  # refuses what it cannot hold
         unique, aliases = unique_leaves(leaves)
         _tie(tree, aliases)
         values = [_value(leaf, kind) for leaf in unique]

@@ -165,6 +165,31 @@ def test_every_piece_is_written_once_and_the_work_is_shared(tmp_path: Path) -> N
     assert sum(sizes) < 660_000
 
 
+def test_relative_paths_are_those_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, format in (("x", None), ("y", "dcp"), ("z.safetensors", None), ("w.pt", None)):
+        monkeypatch.chdir(tmp_path)
+        dtorch.save({"a": on(value(3), LINE, [Shard(0)])}, name, format=format)
+        assert equal(plain(dtorch.load(name)), {"a": value(3)})
+    assert sorted(os.listdir(tmp_path)) == ["w.pt", "x", "y", "z.safetensors"]
+
+
+def test_one_tensor_is_a_state(tmp_path: Path) -> None:
+    t = on(value(3), LINE, [Shard(0)])
+    for name in ("x", "x.safetensors"):
+        dtorch.save(t, tmp_path / name)
+        assert equal(plain(dtorch.load(tmp_path / name)), value(3))
+        assert dtorch.load(tmp_path / name, into=t) is t
+    with pytest.raises(CheckpointError, match=r"write \{'name': tensor\}"):
+        dtorch.save(t, tmp_path / "y", format="dcp")
+    # torch joins keys by dots, and cannot tell these two apart.
+    twins = {"a": {"b": t}, "a.b": t * 2}
+    dtorch.save(twins, tmp_path / "y")
+    assert equal(plain(dtorch.load(tmp_path / "y")), plain(twins))
+    with pytest.raises(CheckpointError, match=r"two values are called 'a\.b'"):
+        dtorch.save(twins, tmp_path / "z", format="dcp")
+    assert sorted(os.listdir(tmp_path)) == ["x", "x.safetensors", "y"]
+
+
 def test_placements_by_name_and_by_function(tmp_path: Path) -> None:
     dtorch.save(
         {"a": value(4, 4), "b": {"c": on(value(4), LINE, [Replicate()]), "d": on(value(6, 2), ONE, [Replicate()])}},
