@@ -202,12 +202,17 @@ def remade(
 def _bare(kind: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
     """An instance that only constructors written in C have seen: those of the exception class that Python's own code
     knows. The user's may do anything."""
-    new = next(m for c in kind.__mro__ if type(m := vars(c).get("__new__")) is BuiltinFunctionType)
-    try:
-        error = new(kind, *args)
-    except Exception:
-        error = new(kind)
+    error = _made(kind, args)
     init = next(m for c in kind.__mro__ if type(m := vars(c).get("__init__")) is WrapperDescriptorType)
     with suppress(Exception):  # arguments of its own: what it would have kept travels as attributes
         init(error, *args)
     return error
+
+
+def _made(kind: type[RemoteError], args: tuple[Any, ...]) -> Any:
+    # Python takes the first for unsafe where the base that laid out the type has another: MemoryError's is such a one.
+    for new in [m for c in kind.__mro__ if type(m := vars(c).get("__new__")) is BuiltinFunctionType]:
+        for given in (args, ()):
+            with suppress(Exception):
+                return new(kind, *given)
+    raise TypeError(f"{kind.__name__} cannot be made without its constructor")

@@ -68,6 +68,7 @@ def remote(mesh: dtorch.DeviceMesh, make: Callable[[], BaseException]) -> dtorch
         ImportError("no module", name="numpy", path="/tmp/numpy.py"),
         SyntaxError("invalid syntax", ("file.py", 3, 7, "x = = 1")),
         TimeoutError("too slow"),
+        MemoryError("no memory"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         NotImplementedError("later"),
     ],
