@@ -84,6 +84,8 @@ class Failing:
         self.index, self.state = index, state
         self._send, self._store, self._messages, self._mine, self._run_again = send, store, messages, mine, run_again
         self._words, self._device = state.ring_words, device
+        # An error of the command that runs, of which the client knows already.
+        self._told: Exception | None = None
         # Failed command -> how many values are poisoned on its account.
         self._held: dict[int, int] = {}
 
@@ -110,7 +112,9 @@ class Failing:
         elif poison is None:
             rank = ranks[done] if done < len(ranks) else ranks[0] if len(ranks) == 1 else None
             poison = Poison(self.sequence(p))
-            self.report(poison.sequence, error, rank, getattr(message, "mesh", 0), getattr(message, "text", ""))
+            if error is not self._told:
+                self.report(poison.sequence, error, rank, getattr(message, "mesh", 0), getattr(message, "text", ""))
+            self._told = None
             half = _may_be_half_done(message, done)
             if isinstance(message, CallPlan) and done < len(ranks):
                 self._try_others(message, ins, p, poison.sequence, ranks, done + 1)
@@ -122,6 +126,17 @@ class Failing:
             self._not_written([ins[i] for i in message.writes], poison, message.mesh, half)
             if message.draws:
                 self._pass_draw(message, ranks[0], p, len(outs) + len(ins))
+
+    def failed_in_exchange(self, message: RedistributePlan, p: int, error: Exception) -> None:
+        """The exchange at word `p` has raised `error`, which :meth:`failed` gets when the peers have been told.
+
+        The client is told first: whoever asks a peer for its value is to learn why there is none.
+        """
+        ranks = self._mine.get(message.source, ())
+        with contextlib.suppress(Exception):  # peers wait meanwhile
+            rank = ranks[0] if len(ranks) == 1 else None
+            self.report(self.sequence(p), error, rank, message.source, message.text)
+            self._told = error
 
     def ending(self) -> bool:
         """Whether this process is being ended: a SystemExit is not the user's then."""

@@ -227,6 +227,9 @@ class Interpreter:
         failing, value = self.failing, self.failing.value
         run_many = self.device.here(redistribution.run_many)
 
+        def tell(error: Exception, p: int) -> None:
+            failing.failed_in_exchange(m, p, error)
+
         def run(p: int) -> None:
             values = [value(r) if source else [] for r in words[p + 1 + n : p + 1 + 2 * n]]
             bad = next((v for v in values if type(v) is Poison), None)
@@ -234,7 +237,7 @@ class Interpreter:
                 bad = first_poison(values) or bad
                 failing.poisoned_move(p, words[p + 1 : p + 1 + n] if target else (), bad)
             parts = None if bad is not None else [shards(v) for v in values]
-            results, failure = run_many(programs, parts, self.comm)
+            results, failure = run_many(programs, parts, self.comm, False, tell, p)
             if failure:
                 if bad is None:
                     if failure is True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -38,9 +38,21 @@ HUGE_BYTES = 4 << 20
 Failure = bool | Exception
 """False: all went well. True: a peer came poisoned. An exception: it was raised here, and the peers know."""
 
+Tell = Callable[[Exception, int], object]
+"""Given an error that was raised here, and the caller's number for the move, before any peer can learn of it."""
+
+
+def _nobody(error: Exception, place: int) -> None:
+    pass
+
 
 def run(
-    program: Program, locals: Sequence[Tensor] | None, comm: Comm, poison: bool = False
+    program: Program,
+    locals: Sequence[Tensor] | None,
+    comm: Comm,
+    poison: bool = False,
+    tell: Tell = _nobody,
+    place: int = 0,
 ) -> tuple[list[Tensor], Failure]:
     """This executor's part of one redistribution.
 
@@ -48,6 +60,7 @@ def run(
         program: made by ``plan_redistribute`` for this executor.
         locals: its shards of the source, in rank order; not looked at when poisoned.
         poison: take part as one whose input has failed.
+        tell, place: see :data:`Tell`.
 
     Returns:
         Its shards of the destination, in rank order, and whether anything failed here or at a peer; if so,
@@ -68,6 +81,7 @@ def run(
         except (Aborted, DeviceError):
             raise
         except Exception as error:
+            tell(error, place)
             if group is not None:
                 group.catch_up(start + 1)
             return [], error
@@ -80,6 +94,7 @@ def run(
         except (Aborted, DeviceError):
             raise
         except Exception as error:
+            tell(error, place)
             failure = error
     if not failure:
         return tensors, False
@@ -96,6 +111,8 @@ def run_many(
     locals: Sequence[Sequence[Tensor]] | None,
     comm: Comm,
     poison: bool = False,
+    tell: Tell = _nobody,
+    place: int = 0,
 ) -> tuple[list[list[Tensor]], Failure]:
     """Several redistributions as one: small all_reduces of one group and dtype share an exchange.
 
@@ -103,19 +120,19 @@ def run_many(
     failure of all. Args, results and raises are those of :func:`run`, one entry per program.
     """
     if len(programs) == 1:
-        outs, failure = run(programs[0], None if locals is None else locals[0], comm, poison)
+        outs, failure = run(programs[0], None if locals is None else locals[0], comm, poison, tell, place)
         return ([] if failure else [outs]), failure
     failure: Failure = poison or locals is None
     results: list[list[Tensor]] = [[] for _ in programs]
     buckets, alone = _buckets(programs)
     for bucket in buckets:
         parts = None if failure or locals is None else [locals[i] for i in bucket]
-        made, failed = _run_bucket([programs[i] for i in bucket], parts, comm)
+        made, failed = _run_bucket([programs[i] for i in bucket], parts, comm, tell, place)
         failure = failure or failed
         for i, outs in zip(bucket, made, strict=False):
             results[i] = outs
     for i in alone:
-        outs, failed = run(programs[i], None if failure or locals is None else locals[i], comm)
+        outs, failed = run(programs[i], None if failure or locals is None else locals[i], comm, False, tell, place)
         failure = failure or failed
         results[i] = outs
     return ([] if failure else results), failure
@@ -299,7 +316,7 @@ def _buckets(programs: Sequence[Program]) -> tuple[list[list[int]], list[int]]:
 
 
 def _run_bucket(
-    programs: Sequence[Program], locals: Sequence[Sequence[Tensor]] | None, comm: Comm
+    programs: Sequence[Program], locals: Sequence[Sequence[Tensor]] | None, comm: Comm, tell: Tell, place: int
 ) -> tuple[list[list[Tensor]], Failure]:
     step, line = _line(programs[0])
     dtype = programs[0].dtype
@@ -327,6 +344,7 @@ def _run_bucket(
         except (Aborted, DeviceError):
             raise
         except Exception as error:
+            tell(error, place)
             failure = error
     if group is not None:
         group.catch_up(target)

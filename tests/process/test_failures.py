@@ -209,6 +209,59 @@ def _fails(rank: int) -> torch.Tensor:
     raise ValueError("unrelated")
 
 
+@pytest.mark.parametrize("numel", [8, 600_000])  # the fast path, and the general way
+@pytest.mark.parametrize("together", [False, True])
+def test_a_failure_inside_an_exchange_is_known_before_a_peer_is_asked(
+    mesh: dtorch.DeviceMesh, numel: int, together: bool
+) -> None:
+    def arm(rank: int) -> torch.Tensor:
+        if rank == 1:
+            shm, failing = sys.modules["dtorch.executor.shm_collectives"], sys.modules["dtorch.executor.failing"]
+            reducing = sys.modules["dtorch.executor.redistribution"]
+            reduce_line, report, barrier = reducing._reduce_line, failing.Failing.report, shm.Group.barrier
+
+            armed = [True]
+
+            def barrier_once(group: Any, poison: int = 0) -> int:
+                if armed and armed.pop():
+                    raise MemoryError("in the middle")
+                return barrier(group, poison)
+
+            def report_late(*args: Any) -> None:
+                failing.Failing.report = report
+                time.sleep(0.2)
+                report(*args)
+
+            def line_once(*args: Any) -> int:
+                reducing._reduce_line = reduce_line
+                raise MemoryError("in the middle")
+
+            failing.Failing.report = report_late
+            if numel > 8 or together:
+                reducing._reduce_line = line_once
+            else:
+                shm.Group.barrier = barrier_once
+        return torch.zeros(1)
+
+    x = dtorch.ones(2, numel, device_mesh=mesh, placements=[Shard(0)])
+    dtorch.from_local(arm, mesh, [Shard(0)], shape=(2,)).to_torch()
+    if together:
+        weights = [torch.nn.Parameter(dtorch.ones(numel // 2, device_mesh=mesh)) for _ in range(2)]
+        halves = x.redistribute(placements=[Shard(0)]).split(numel // 2, 1)
+        torch.stack([(h * w).sum() for h, w in zip(halves, weights, strict=True)]).sum().redistribute(
+            placements=[Replicate()]
+        ).backward()
+        moved = weights[0].grad
+    else:
+        moved = x.sum(0).redistribute(placements=[Replicate()])
+    for rank in (0, 1):
+        with pytest.raises(MemoryError, match="in the middle") as caught:
+            moved.to_local(rank)
+        assert isinstance(caught.value, dtorch.RemoteError) and caught.value.rank == 1
+    again = x.sum(0).redistribute(placements=[Replicate()])
+    assert again.to_local(0).eq(2).all() and again.to_local(1).eq(2).all()
+
+
 def test_failure_inside_an_exchange_of_several(mesh: dtorch.DeviceMesh) -> None:
     """Gradients that move together, of which one has failed on one rank."""
     good = torch.nn.Parameter(dtorch.ones(4, device_mesh=mesh))
