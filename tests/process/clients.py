@@ -93,7 +93,8 @@ class Client:
     def gone(self, within: float = 2.0) -> list[str]:
         """What is still there of its descendants after so many seconds."""
         deadline = time.monotonic() + within
-        while (left := self.descendants()) and time.monotonic() < deadline:
+        # Looked for twice: one that ended while the first look passed may have forked another behind it.
+        while (left := self.descendants() or self.descendants()) and time.monotonic() < deadline:
             time.sleep(0.01)
         return left
 
