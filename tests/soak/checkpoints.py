@@ -55,8 +55,10 @@ class Trials:
             raise
         finally:
             _remove(target)
-        if left := [p.name for p in self._home.iterdir()]:
-            raise Violation(f"files were left: {left}")
+        if left := list(self._home.iterdir()):
+            for path in left:  # each is told of once
+                _remove(path)
+            raise Violation(f"of {name}: files were left: {[p.name for p in left]}")
         return time.monotonic() - began
 
     def close(self) -> Iterator[str]:

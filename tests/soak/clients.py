@@ -123,7 +123,6 @@ class Trials:
 
     def __init__(self) -> None:
         dtorch.shutdown()
-        self._before = files()
 
     def trial(self, seed: int) -> float:
         lots = random.Random(seed)
@@ -131,7 +130,8 @@ class Trials:
         fresh = lots.random() < 0.1
         delay = lots.random() * (3.0 if fresh else _LATEST.get(phase, 0.2))
         collectives = "gloo" if lots.random() < 0.25 else "shm"
-        # Its own place for files: other programs use /tmp too.
+        # Its own place for files: other programs use /tmp too, and what they have there comes and goes.
+        self._before = files()
         home = tempfile.mkdtemp(prefix="soak-")
         try:
             return self._shoot(phase, delay, collectives, home, fresh)
@@ -168,8 +168,9 @@ class Trials:
             raise Violation(f"processes {still} still map memory of the pool")
         if found := sorted(p.name for p in Path(home).rglob("*")):
             raise Violation(f"files were left in TMPDIR, HOME or the working directory: {found}")
-        if more := files() - self._before:
-            raise Violation(f"files were left: {sorted(more)}")
+        _, more = until_gone(lambda: files() - self._before, _BOUND)
+        if more:
+            raise Violation(f"files were left: {more}")
         return took
 
     def close(self) -> Iterator[str]:

@@ -12,6 +12,7 @@ import torch
 import dtorch
 from dtorch import Shard
 from dtorch.runtime.client import client
+from dtorch.runtime.plans import known
 
 from .leftovers import descriptors
 
@@ -64,11 +65,12 @@ def sizes_of_client() -> Sizes:
     """Of this process."""
     gc.collect()
     c = client()
-    c.values.reclaim()
+    v = c.values
+    v.reclaim()
     c.slots.sweep()
     return Sizes(
-        values=len(c.values._in_upload),
-        plans=len(c.failures._reports) + len(c.failures.dropped),
+        values=len(v._in_upload),
+        plans=sum(len(op.plans) for op in known()) + sum(map(len, (v._uploads, v._piecewise, v._fetches))),
         descriptors=descriptors(os.getpid()),
         slots=c.slots.in_use(),
         blocks=c.arena.stats().blocks,
