@@ -7,7 +7,6 @@ such a cut, in batches, since what is moved takes memory until it is written; su
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -20,7 +19,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .._tensor import Tensor
-from ..errors import PoolError
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
@@ -388,7 +386,5 @@ class _Work:
 
     def _arrived(self) -> None:
         self.on_end()
-        # The slot may have its next use by now; a failure that is not seen here is told at the end.
-        with contextlib.suppress(PoolError):
-            if self.ticket.failed():
-                self.client.failures.unread(self.base, self.ticket.generation)
+        if self.ticket.failed():
+            self.client.failures.unread(self.base, self.ticket.generation)

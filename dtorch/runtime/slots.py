@@ -119,8 +119,9 @@ class Slots:
         Raises:
             RunAheadError: all slots are in use.
         """
+        all_of_them = self._used >= self._state.slots
+        self._free_answered(len(self._tombstones) if all_of_them else _GLANCE)
         with self._lock:
-            due = self._take_back(_GLANCE if self._used < self._state.slots else len(self._tombstones))
             if self._free:
                 slot = self._free.pop()
             elif self._used < self._state.slots:
@@ -132,10 +133,7 @@ class Slots:
                     f"the bound before the pool starts: dtorch.configure(slots={2 * self._state.slots})"
                 )
             generation = self._generations[slot] = self._generations.get(slot, 0) + 1
-            ticket = Ticket(self._state, slot, generation, tuple(executors))
-        for on_arrival in due:
-            on_arrival()
-        return ticket
+            return Ticket(self._state, slot, generation, tuple(executors))
 
     def give(self, ticket: Ticket, on_arrival: Callable[[], None] = _nothing) -> None:
         """Give a slot back, whether or not all have answered; never waits, so finalizers may call it.
@@ -148,12 +146,8 @@ class Slots:
 
     def sweep(self) -> int:
         """Free what has been answered by now; how many tombstones are left."""
-        with self._lock:
-            due = self._take_back(len(self._tombstones))
-            left = len(self._tombstones)
-        for on_arrival in due:
-            on_arrival()
-        return left
+        self._free_answered(len(self._tombstones))
+        return len(self._tombstones)
 
     def in_use(self) -> int:
         """How many values are asked for that have not arrived, or been taken."""
@@ -162,22 +156,27 @@ class Slots:
 
     def glance(self) -> None:
         """Free some of what has been answered by now; in the time of a few looks."""
-        if self._returned or self._tombstones:
-            with self._lock:
-                due = self._take_back(_GLANCE)
-            for on_arrival in due:
-                on_arrival()
+        self._free_answered(_GLANCE)
 
-    def _take_back(self, old: int) -> list[Callable[[], None]]:
-        """Look at all that was given back since, and at `old` of the tombstones; the callbacks of those answered."""
-        for _ in range(min(old, len(self._tombstones))):
-            self._returned.append(self._tombstones.popleft())
-        due: list[Callable[[], None]] = []
-        while self._returned:
-            ticket, on_arrival = self._returned.popleft()
-            if ticket.settled():
+    def _free_answered(self, old: int) -> None:
+        """Look at all that was given back since, and at `old` of the tombstones; free those answered, and say so."""
+        if not self._returned and not self._tombstones:
+            return
+        due: list[tuple[Ticket, Callable[[], None]]] = []
+        with self._lock:
+            for _ in range(min(old, len(self._tombstones))):
+                self._returned.append(self._tombstones.popleft())
+            while self._returned:
+                ticket, on_arrival = self._returned.popleft()
+                if not ticket.settled():
+                    self._tombstones.append((ticket, on_arrival))
+                elif on_arrival is _nothing:
+                    self._free.append(ticket.slot)
+                else:
+                    due.append((ticket, on_arrival))
+        for ticket, on_arrival in due:
+            # It may look at the answer: nobody else is given the slot before it has.
+            try:
+                on_arrival()
+            finally:
                 self._free.append(ticket.slot)
-                due.append(on_arrival)
-            else:
-                self._tombstones.append((ticket, on_arrival))
-        return due

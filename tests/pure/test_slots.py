@@ -95,3 +95,33 @@ def test_a_death_ends_waiting_but_is_no_answer(state: SharedState) -> None:
     answer(state, ticket, 0)
     state.control[DEAD] = 2
     assert ticket.is_done() and not ticket.answered() and ticket.unanswered() == (1,)
+
+
+def test_a_slot_is_given_out_again_only_after_its_late_answer_was_looked_at(state: SharedState) -> None:
+    slots = Slots(state)
+    ticket = slots.take((0,))
+    seen: list[tuple[int, bool]] = []
+
+    def arrived() -> None:
+        other = slots.take((0,))  # another thread, meanwhile
+        seen.append((other.slot, bool(ticket.failed())))
+
+    slots.give(ticket, arrived)
+    answer(state, ticket, 0, ERROR)
+    assert slots.sweep() == 0
+    assert seen == [(1, True)]
+    assert slots.take((0,)).slot == ticket.slot
+
+
+def test_a_callback_that_raises_loses_no_slot(state: SharedState) -> None:
+    slots = Slots(state)
+    ticket = slots.take((0,))
+
+    def arrived() -> None:
+        raise ValueError
+
+    slots.give(ticket, arrived)
+    answer(state, ticket, 0)
+    with pytest.raises(ValueError):
+        slots.sweep()
+    assert slots.in_use() == 0 and slots.take((0,)).slot == ticket.slot
