@@ -32,11 +32,10 @@ class Sizes:
 
 
 def memory(pid: int) -> int:
-    """Private bytes of a process, and its share of those that it has with others (PSS)."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"process {pid} has no PSS")
+    """Bytes of a process: its own, and its share of those that it has with others of its pool. Files do not count: the
+    share of a library grows whenever another program that had it open ends."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("Pss_Anon:", "Pss_Shmem:"))
 
 
 def _count_here(rank: int) -> torch.Tensor:
