@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -83,6 +81,7 @@ class GlooGroup(Group):
     backend = "gloo"
     # Any: torch's stubs lack its methods.
     _pg: Any = None
+    _met_in = -1
 
     def exchange_rounds(self, rounds: int) -> int:
         """One: poison is told before anything is sent."""
@@ -220,17 +219,17 @@ class GlooGroup(Group):
             raise Aborted(f"gloo, in a collective of executors {self.members}: {error}") from error
 
     def _connect(self) -> Any:
-        # Only the owner may enter the directory, and it is gone once all have met.
-        mine = tempfile.mkdtemp(prefix="dtorch-") if self.me == 0 else None
-        try:
-            where = self.broadcast_bytes(0, None if mine is None else mine.encode()).decode()
-            with _uninherited():
-                group = self._pg = self._make(_private_store(os.path.join(where, "store"), self.n))
-                self._finish(group.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
-            self.barrier()
-        finally:
-            if mine is not None:
-                shutil.rmtree(mine, ignore_errors=True)
+        path = None
+        if self.me == 0:
+            # Without a name, as all of the pool's memory: nothing is left of it, whoever is killed. It stays open, for
+            # the path must never lead to another file.
+            self._met_in = _private_file()
+            path = f"/proc/{os.getpid()}/fd/{self._met_in}".encode()
+        where = self.broadcast_bytes(0, path).decode()
+        with _uninherited():
+            group = self._pg = self._make(dist.FileStore(where, self.n))
+            self._finish(group.alltoall_base(torch.empty(self.n), torch.zeros(self.n), [1] * self.n, [1] * self.n))
+        self.barrier()
         return group
 
     def _make(self, store: dist.Store) -> Any:
@@ -242,13 +241,11 @@ class GlooGroup(Group):
         return make(store, self.me, self.n, options)
 
 
-def _private_store(path: str, n: int) -> dist.Store:
-    """Where `n` members find each other: a file that its owner alone may read and write."""
-    before = os.umask(0o177)
-    try:
-        return dist.FileStore(path, n)
-    finally:
-        os.umask(before)
+def _private_file() -> int:
+    """A file in memory that its owner alone may open."""
+    fd = os.memfd_create("dtorch-store", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    return fd
 
 
 @contextlib.contextmanager

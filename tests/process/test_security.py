@@ -150,7 +150,7 @@ os.system(f'{sys.executable} -c "{LIST}"')
 
 
 def test_the_rendezvous_is_private(tmp_path: Path) -> None:
-    """Seen while executors meet, several times; only the owner may look, whatever the umask is. Then it is gone."""
+    """While executors meet, several times, no directory holds anything of it; only the owner may open the file."""
     body = """
 import os
 os.umask(0)
@@ -161,32 +161,19 @@ for _ in range(4):
     print(x.redistribute(placements=[dtorch.Replicate()]).tolist(), flush=True)
     dtorch.shutdown()
 """
-    modes: set[tuple[str, int]] = set()
+    modes: set[int] = set()
+    seen: set[str] = set()
     with running(body, env={"DTORCH_COLLECTIVES": "gloo", "TMPDIR": str(tmp_path)}) as client:
         while client.process.poll() is None:
-            for folder in tmp_path.glob("dtorch-*"):
-                for path in (folder, folder / "store"):
-                    with contextlib.suppress(FileNotFoundError):
-                        modes.add((path.name, stat.S_IMODE(path.stat().st_mode)))
+            seen.update(os.listdir(tmp_path))
+            for fd in Path("/proc").glob("[0-9]*/fd/*"):
+                with contextlib.suppress(OSError):
+                    if "memfd:dtorch-store" in os.readlink(fd):
+                        modes.add(stat.S_IMODE(fd.stat().st_mode))
         ended = client.end()
     assert ended.out == "[1.0, 1.0, 1.0, 1.0]\n" * 4, ended.err
-    assert {mode for name, mode in modes if name == "store"} == {0o600}
-    assert {mode for name, mode in modes if name != "store"} == {0o700}
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_store_is_private_whatever_the_umask(tmp_path: Path) -> None:
-    ended = run(
-        f"""
-        import os
-        os.umask(0)
-        from dtorch.executor.collectives import _private_store
-        store = _private_store({str(tmp_path / "store")!r}, 1)
-        store.set("key", b"value")
-        print(oct(os.stat({str(tmp_path / "store")!r}).st_mode & 0o777), oct(os.umask(0)))
-        """
-    )
-    assert ended.out == "0o600 0o0\n", ended.err
+    assert modes == {0o600}
+    assert not seen
 
 
 def test_the_page_names_what_these_tests_hold() -> None:
