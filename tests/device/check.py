@@ -391,7 +391,7 @@ def rehearse() -> None:
     """Late stand-ins in the place of GPUs."""
     global rehearsal
     rehearsal = True
-    for module in ("dtorch.mesh", "dtorch.runtime.client"):
+    for module in ("dtorch.mesh", "dtorch.runtime.pool_client"):
         sys.modules[module].gpu_count = lambda: 1  # type: ignore[attr-defined]
 
     def options_of(self: Client, executor: int) -> dict[str, Any]:

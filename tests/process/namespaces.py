@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-__all__ = ["in_namespace"]
+from .scripts import ROOT
+
+__all__ = ["in_namespace", "over"]
 
 
 @functools.cache
@@ -31,3 +35,11 @@ def in_namespace(before: str, command: Sequence[str], *, processes: bool = False
         pytest.skip(f"no mounts of one's own here: {_reason()}")
     more = ["-pf", "--mount-proc"] if processes else []
     return ["unshare", "-Urm", *more, "sh", "-c", f"{before}; exec {shlex.join(command)}"]
+
+
+def over(options: str, *directories: str) -> str:
+    """The shell's command that mounts an empty file system over each of `directories`, but for those that hold Python or
+    what is tested."""
+    needed = [Path(p).resolve() for p in (ROOT, sys.prefix, sys.base_prefix)]
+    free = [d for d in directories if not any(p.is_relative_to(Path(d).resolve()) for p in needed)]
+    return "; ".join(f"mount -t tmpfs -o {options} none {d}" for d in free) or "true"

@@ -50,7 +50,7 @@ class Late:
                 found |= {"device": "tests.process.delayed_device:Delayed", **settings}
             return found
 
-        for module in ("dtorch.mesh", "dtorch.runtime.client"):
+        for module in ("dtorch.mesh", "dtorch.runtime.pool_client"):
             self.patch.setattr(f"{module}.gpu_count", lambda: count)
         self.patch.setattr(Client, "_options_of", options_of)
 

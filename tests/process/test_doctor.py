@@ -19,7 +19,7 @@ from dtorch.doctor.settings import document, option_lines, options
 from dtorch.doctor.software import check_gpus
 from dtorch.runtime.config import Config
 
-from .namespaces import in_namespace
+from .namespaces import in_namespace, over
 from .scripts import ROOT
 
 
@@ -178,7 +178,7 @@ def test_limits_that_are_too_low() -> None:
 
 
 def test_a_read_only_file_system_and_no_proc() -> None:
-    mounts = "mount -t tmpfs -o ro none /tmp; mount -t tmpfs -o ro none /dev/shm; mount -t tmpfs -o ro none /proc"
+    mounts = over("ro", "/tmp", "/dev/shm", "/proc")
     command = in_namespace(mounts, [sys.executable, "-m", "dtorch", "doctor", "--json", "--no-trial"])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/nonexistent", "TMPDIR": "/tmp"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd="/", env=env)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .clients import TWO, USE, Ended, run
-from .namespaces import in_namespace
+from .namespaces import in_namespace, over
 from .scripts import ROOT
 
 WORKS = (0, "8.0\n", "", [])
@@ -169,10 +169,10 @@ def test_no_home_no_temporary_directory_and_no_name() -> None:
 def test_shared_memory_lies_in_no_directory(collectives: str) -> None:
     """/dev/shm has room for one page, then none at all; whatever can be written to is read-only or full."""
     code = USE + "import os; print(os.listdir('/dev/shm')); print(dtorch.randn(1 << 18, device_mesh=mesh).numel())"
-    mounts = "mount -t tmpfs -o size=4k none /dev/shm; mount -t tmpfs -o size=4k none /tmp"
+    mounts = over("size=4k", "/dev/shm", "/tmp")
     ended = run(command=in_namespace(mounts, [sys.executable, "-c", code]), env={"DTORCH_COLLECTIVES": collectives})
     assert outcome(ended) == (0, "8.0\n[]\n262144\n", "", [])
-    read_only = "; ".join(f"mount -t tmpfs -o ro none {d}" for d in ("/dev/shm", "/tmp", "/var/tmp"))
+    read_only = over("ro", "/dev/shm", "/tmp", "/var/tmp")
     command = in_namespace(read_only, [sys.executable, "-c", "import os; os.chdir('/proc')\n" + USE])
     assert outcome(run(command=command, env={"HOME": "/tmp", "DTORCH_COLLECTIVES": collectives})) == WORKS
 
