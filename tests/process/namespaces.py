@@ -38,8 +38,8 @@ def in_namespace(before: str, command: Sequence[str], *, processes: bool = False
 
 
 def over(options: str, *directories: str) -> str:
-    """The shell's command that mounts an empty file system over each of `directories`, but for those that hold Python or
-    what is tested."""
+    """The shell's command that mounts an empty file system over each of `directories`, but for those that hold Python
+    or what is tested."""
     needed = [Path(p).resolve() for p in (ROOT, sys.prefix, sys.base_prefix)]
     free = [d for d in directories if not any(p.is_relative_to(Path(d).resolve()) for p in needed)]
     return "; ".join(f"mount -t tmpfs -o {options} none {d}" for d in free) or "true"
