@@ -8,9 +8,10 @@ from typing import Any
 import anyio.to_thread
 
 from ..checkpoint.api import format_of, is_directory, opened
-from ..checkpoint.loading import load_state
+from ..checkpoint.loading import TRIES, is_replaced, load_state
 from ..checkpoint.pieces import Source
 from ..checkpoint.saving import save_state
+from ..errors import CheckpointError
 from ..future import TensorFuture
 from ..mesh import DeviceMesh
 
@@ -40,7 +41,14 @@ async def load(
 ) -> Any:
     """As :func:`dtorch.load`, without stopping the event loop. `into` is written when all has been read."""
     placed = device_mesh is not None or placements is not None
-    source = await anyio.to_thread.run_sync(opened, f, kwargs, into is not None, placed)
-    if not isinstance(source, Source):
-        return source[0]
-    return await load_state(source, into, device_mesh, placements)
+    for left in reversed(range(TRIES)):
+        source = await anyio.to_thread.run_sync(opened, f, kwargs, into is not None, placed)
+        if not isinstance(source, Source):
+            return source[0]
+        try:
+            return await load_state(source, into, device_mesh, placements)
+        except CheckpointError:
+            # A save has put the next one in its place: nothing was written yet, and that one is whole.
+            if not left or not is_replaced(source):
+                raise
+    raise AssertionError

@@ -15,7 +15,7 @@ from ..mesh import DeviceMesh
 from ..nn.placing import plain_factories
 from ..runtime.client import client
 from . import files
-from .loading import load_state, open_checkpoint, open_state
+from .loading import TRIES, is_replaced, load_state, open_checkpoint, open_state
 from .pieces import Source
 from .saving import save_state
 
@@ -103,11 +103,18 @@ def load(
     options = {"map_location": map_location, "pickle_module": pickle_module, "weights_only": weights_only, **kwargs}
     options = {name: value for name, value in options.items() if value is not None}
     placed = device_mesh is not None or placements is not None
-    source = opened(f, options, into is not None, placed)
-    if not isinstance(source, Source):
-        return source[0]
-    client().waiting.on_block()
-    return load_state(source, into, device_mesh, placements).get()
+    for left in reversed(range(TRIES)):
+        source = opened(f, options, into is not None, placed)
+        if not isinstance(source, Source):
+            return source[0]
+        client().waiting.on_block()
+        try:
+            return load_state(source, into, device_mesh, placements).get()
+        except CheckpointError:
+            # A save has put the next one in its place: nothing was written yet, and that one is whole.
+            if not left or not is_replaced(source):
+                raise
+    raise AssertionError
 
 
 def format_of(path: str | os.PathLike[str], format: str | None) -> str:

@@ -22,7 +22,9 @@ from collections.abc import Iterator
 
 from ..errors import CheckpointError
 
-__all__ = ["Staging", "commit", "locate", "lock", "of_system", "remove", "said", "stage", "sweep", "sync_directory"]
+__all__ = [
+    "Staging", "commit", "locate", "lock", "of_system", "remove", "said", "stage", "stamp", "sweep", "sync_directory",
+]  # fmt: skip
 
 # Files that a save may replace, by the end of their names. Others in the directory are the user's, and stay.
 _OURS = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata", "dtorch.json")
@@ -192,6 +194,17 @@ def locate(path: str | os.PathLike[str]) -> str:
     raise FileNotFoundError(errno.ENOENT, "there is no such checkpoint", given)
 
 
+def stamp(path: str | int) -> tuple[int, ...] | None:
+    """What tells the file or directory at `path` (or open as that descriptor) from one that takes its place; None where
+    there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    # The number alone will not do: a file system gives it out again.
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def sync_directory(path: str) -> None:
     """Have the names in the directory `path` on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -202,7 +215,8 @@ def sync_directory(path: str) -> None:
 
 
 def _prefix(name: str) -> str:
-    return f".{name[:200]}."
+    # Cut, so that a name that is as long as a name may be (255 bytes, not characters) has room for the token.
+    return f".{os.fsdecode(os.fsencode(name)[:200])}."
 
 
 def _beside(parent: str, name: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -32,7 +33,10 @@ from .pieces import Source, Stored, Wanted
 from .saving import ended_by, next_token
 from .tree import decode, encode, is_stateful, shown
 
-__all__ = ["load_state", "open_checkpoint", "open_state"]
+__all__ = ["TRIES", "is_replaced", "load_state", "open_checkpoint", "open_state"]
+
+TRIES = 10
+"""How often a checkpoint is read that is replaced by the next one meanwhile."""
 
 Path = tuple[Any, ...]
 Placing = Callable[[str, tuple[int, ...]], tuple[DeviceMesh, Any]]
@@ -45,7 +49,31 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source | None:
         FileNotFoundError: there is nothing.
         CheckpointError: it is damaged, or no checkpoint.
     """
-    where = files.locate(path)
+    for _ in range(TRIES):
+        where = files.locate(path)
+        before = files.stamp(where)
+        try:
+            source = _open(where)
+        except (CheckpointError, FileNotFoundError):
+            # Headers of two checkpoints do not fit each other, and are no damage.
+            if files.stamp(where) == before:
+                raise
+            continue
+        if source is None:
+            return None
+        names = {chunk.file for stored in source.tensors.values() for chunk in stored.chunks}
+        stamps = {name: files.stamp(name) for name in names}
+        if files.stamp(where) == before:
+            return replace(source, stamps=stamps)
+    raise CheckpointError(f"{os.fspath(path)}: replaced while it was read, {TRIES} times in a row")
+
+
+def is_replaced(source: Source) -> bool:
+    """Whether something else has taken the place of a file of `source` since it was opened."""
+    return any(files.stamp(name) != stamp for name, stamp in source.stamps.items())
+
+
+def _open(where: str) -> Source | None:
     if not os.path.isdir(where):
         return safetensors.open_file(where) if safetensors.is_file(where) else None
     try:
@@ -208,7 +236,9 @@ class _Load:
             meshes = {w.mesh for w in wanted}
             executors = tuple(sorted({e for id, _, held in tuple(c._meshes.values()) if id in meshes for e in held}))
             token = next_token()
-            c.send(LoadTensors(token, executors, tuple(wanted), f"dtorch.load({self.source.path!r})"))
+            c.send(
+                LoadTensors(token, executors, tuple(wanted), self.source.stamps, f"dtorch.load({self.source.path!r})")
+            )
             futures.append(ended_by(c, token, executors))
         for t, fetched in self._plain.values():
             fetched.append(moves.fetch(t()))

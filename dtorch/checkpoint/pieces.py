@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,11 +80,15 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint that was opened: the tree of the state, and where its tensors are."""
+    """A checkpoint that was opened: the tree of the state, and where its tensors are.
+
+    `stamps`: of its files, as they were when their headers were read (:func:`files.stamp`).
+    """
 
     path: str
     tree: Any
     tensors: dict[str, Stored]
+    stamps: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def blocks(nbytes: int) -> int:

@@ -314,8 +314,11 @@ class Checkpoints:
 
             def fd(path: str) -> int:
                 if path not in opened:
-                    opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    stack.callback(os.close, opened[path])
+                    opened[path] = found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, found)
+                    if files.stamp(found) != m.stamps.get(path):
+                        # Its header says nothing of this one's bytes, and there may be no checksums to tell.
+                        raise CheckpointError(f"{path}: replaced while it was read")
                 return opened[path]
 
             for wanted in m.wanted:

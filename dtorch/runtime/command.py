@@ -364,11 +364,15 @@ class SavePieces:
 
 @dataclass(frozen=True, slots=True)
 class LoadTensors:
-    """What `executors` are to read of a checkpoint when the load's record comes (`checkpoint.pieces`)."""
+    """What `executors` are to read of a checkpoint when the load's record comes (`checkpoint.pieces`).
+
+    `stamps` tell whether a file is still the one whose header the client has read (`checkpoint.files`).
+    """
 
     token: int
     executors: tuple[int, ...]
     wanted: tuple[Any, ...]
+    stamps: Any
     text: str
 
 

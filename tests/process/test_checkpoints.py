@@ -520,6 +520,60 @@ def test_threads_save_and_load_at_once(tmp_path: Path) -> None:
     assert not failures and sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "x.safetensors", "foreign"])
+@pytest.mark.parametrize("loop", ["", "asyncio"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, loop: str
+) -> None:
+    """It is the one before or the one after, never damaged and never half of each, checksums or none."""
+    path = tmp_path / (format if "." in format else "x.safetensors" if format == "foreign" else "x")
+
+    def save(k: float) -> None:
+        state = {name: torch.full((300, 3), k) for name in "ab"}
+        if format == "foreign":
+            save_file(state, tmp_path / "next")
+            os.replace(tmp_path / "next", path)
+        else:
+            dtorch.save(state, path, format="dcp" if format == "dcp" else None)
+
+    assert dtorch.aio.load  # loaded when it is first named
+    module = sys.modules["dtorch.aio.checkpoints" if loop else "dtorch.checkpoint.api"]
+    real, left = module.load_state, [2, 1]
+
+    def load_state(*args: Any) -> Any:
+        """Something replaces it between the headers and the bytes."""
+        if left:
+            thread = threading.Thread(target=save, args=(float(left.pop()),))  # a loop may run in this one
+            thread.start()
+            thread.join()
+        return real(*args)
+
+    save(0.0)
+    monkeypatch.setattr(module, "load_state", load_state)
+    into = {name: dtorch.zeros(300, 3, device_mesh=LINE, placements=[Shard(0)]) for name in "ab"}
+    if loop:
+
+        async def main() -> None:
+            await dtorch.aio.load(path, into=into)
+
+        run_on(loop, main)
+    else:
+        dtorch.load(path, into=into)
+    assert equal(plain(into), {name: torch.full((300, 3), 2.0) for name in "ab"})
+    left[:] = range(100)
+    with pytest.raises(CheckpointError, match="replaced while it was read"):
+        dtorch.load(path, into=into) if not loop else run_on(loop, main)
+    assert equal(plain(into), {name: torch.full((300, 3), 2.0) for name in "ab"})
+
+
+def test_names_as_long_as_a_name_may_be(tmp_path: Path) -> None:
+    for name in ("x" * 255, "é" * 127, "字" * 85):
+        dtorch.save({"t": torch.ones(2)}, tmp_path / name, format="safetensors")
+        dtorch.save({"t": torch.zeros(2)}, tmp_path / name, format="safetensors")
+        assert dtorch.load(tmp_path / name)["t"].tolist() == [0, 0]
+    assert all(len(os.fsencode(name)) > 250 for name in os.listdir(tmp_path)), os.listdir(tmp_path)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
