@@ -44,6 +44,8 @@ _NOT_OPTIONS = ("DTORCH_WIDE", "DTORCH_PROGRAMS")
 _NOT_OPTIONS_PREFIXES = ("DTORCH_TEST_", "DTORCH_SOAK")
 _CGROUPS = "/sys/fs/cgroup"
 _PAGE = 4096
+# 64 PiB: more than any machine has addresses for, and few enough for the kernel to be asked.
+_MOST_BYTES = 1 << 56
 
 _log = logging.getLogger("dtorch")
 
@@ -173,8 +175,15 @@ def _whole(low: int, high: int | None = None) -> tuple[Callable[[Any], bool], st
     return lambda v: type(v) is int and v >= low and (high is None or v <= high), text
 
 
+def _bytes(low: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: type(v) is int and low <= v <= _MOST_BYTES, f"a whole number of bytes from {low} to 64 PiB"
+
+
 def _power(low: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda v: type(v) is int and v >= low and v & (v - 1) == 0, f"a power of two, {low} or more (bytes)"
+    return (
+        lambda v: type(v) is int and low <= v <= _MOST_BYTES and v & (v - 1) == 0,
+        f"a power of two from {low} to 64 PiB (bytes)",
+    )
 
 
 def _optional(bound: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
@@ -196,9 +205,9 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_executors": _whole(1, 1024),
     "ring_bytes": _power(1 << 12),
     "reply_bytes": _power(1 << 12),
-    "arena_bytes": _optional(_whole(_PAGE)),
-    "pinned_bytes": _whole(0),
-    "collective_bytes": _whole(1 << 20),
+    "arena_bytes": _optional(_bytes(_PAGE)),
+    "pinned_bytes": _bytes(0),
+    "collective_bytes": _bytes(1 << 20),
     "slots": _whole(16, 1 << 24),
     "run_ahead_soft": _whole(1),
     "run_ahead_hard": _whole(1),

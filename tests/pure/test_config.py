@@ -54,8 +54,11 @@ def test_environment(variable: str, text: str, name: str, value: object) -> None
     ("variable", "text", "expected"),
     [
         ("DTORCH_SLOTS", "many", "a whole number from 16 to 16777216"),
-        ("DTORCH_RING_BYTES", "1000", "a power of two, 4096 or more (bytes)"),
-        ("DTORCH_RING_BYTES", "12Q", "a power of two, 4096 or more (bytes)"),
+        ("DTORCH_RING_BYTES", "1000", "a power of two from 4096 to 64 PiB (bytes)"),
+        ("DTORCH_RING_BYTES", "12Q", "a power of two from 4096 to 64 PiB (bytes)"),
+        ("DTORCH_RING_BYTES", "8388608T", "a power of two from 4096 to 64 PiB (bytes)"),
+        ("DTORCH_ARENA_BYTES", "99999999T", "a whole number of bytes from 4096 to 64 PiB, or None"),
+        ("DTORCH_COLLECTIVE_BYTES", "9" * 20, "a whole number of bytes from 1048576 to 64 PiB"),
         ("DTORCH_CPU_EXECUTORS", "0", "a whole number of at least 1, or None"),
         ("DTORCH_CPU_EXECUTORS", "2.5", "a whole number of at least 1, or None"),
         ("DTORCH_WATCHDOG", "-1", "seconds, 0 or more"),
