@@ -75,6 +75,9 @@ def is_replaced(source: Source) -> bool:
 
 def _open(where: str) -> Source | None:
     if not os.path.isdir(where):
+        if os.path.exists(where) and not os.path.isfile(where):
+            # A pipe that nobody writes to would be waited for, and a device may have no end.
+            raise CheckpointError(f"{where}: no checkpoint: it is neither a file nor a directory")
         return safetensors.open_file(where) if safetensors.is_file(where) else None
     try:
         names = os.listdir(where)
@@ -317,7 +320,7 @@ class _Filling:
             return self._tensor(tree, target, path)
         if isinstance(target, MutableMapping):
             return self._mapping(tree, cast("MutableMapping[Any, Any]", target), path)
-        if isinstance(target, MutableSequence) and kind == "list":
+        if isinstance(target, MutableSequence):
             return self._list(tree, cast("MutableSequence[Any]", target), path)
         if kind == "tensor" and target is not None:
             raise self.refuse(path, f"the checkpoint has a tensor where the state has a {type(target).__name__}")
@@ -342,7 +345,9 @@ class _Filling:
         raise self.refuse(path, f"the checkpoint has {_shown_kind(tree)} where the state has a dict")
 
     def _list(self, tree: Any, target: MutableSequence[Any], path: Path) -> Callable[[], Any]:
-        saved = tree["list"]
+        saved: Any = tree.get("list", tree.get("tuple")) if type(tree) is dict else None
+        if saved is None:
+            raise self.refuse(path, f"the checkpoint has {_shown_kind(tree)} where the state has a list")
         if len(saved) != len(target):
             raise self.refuse(path, f"the checkpoint has a list of {len(saved)} where the state has {len(target)}")
         for i, (node, value) in enumerate(zip(saved, list(target), strict=True)):

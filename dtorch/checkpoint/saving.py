@@ -100,7 +100,7 @@ def unique_leaves(leaves: Sequence[Leaf]) -> tuple[list[Leaf], dict[str, str]]:
         t = leaf.tensor
         if isinstance(t, Tensor):
             key: Any = (int(t._ref), t._spec)
-        elif t.layout == torch.strided and not t.is_meta and t.numel():
+        elif t.layout == torch.strided and not t.is_meta and not t.is_nested and t.numel():
             key = (t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), t.is_conj(), t.is_neg())
         else:
             key = id(t)
@@ -135,6 +135,12 @@ def _value(leaf: Leaf, kind: str) -> _Value:
     else:
         if t.is_meta:
             raise TypeError(f"dtorch.save: {leaf.name!r} lies on the meta device, and has no values")
+        if t.layout != torch.strided or t.is_quantized or t.is_nested:
+            what = "quantized" if t.is_quantized else "nested" if t.is_nested else f"of layout {t.layout}"
+            raise TypeError(
+                f'dtorch.save: {leaf.name!r} is {what}, and a checkpoint holds dense tensors; write format="torch", '
+                "which pickles"
+            )
         t = moves.lift(t.detach().resolve_conj().resolve_neg(), DeviceMesh("cpu"))
     spec: TensorSpec = t._spec
     if kind == "torch":

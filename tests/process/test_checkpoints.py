@@ -606,6 +606,8 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, forma
     refused(into(n=b), "n: the checkpoint has the value '1' where the state has a tensor")
     refused(into(n={"b": b}), "n: the checkpoint has the value '1' where the state has a dict")
     refused(into(l=[b]), "l: the checkpoint has a list of 2 where the state has 1")
+    refused(into(m=[b]), "m: the checkpoint has a dict where the state has a list")
+    refused(into(n=[b]), "n: the checkpoint has the value '1' where the state has a list")
     refused(into(m=torch.nn.Linear(3, 4)), "m.weight: the checkpoint has no such key")
     assert not b.any() and not w.to_torch().any()
     # What the state lacks is passed over.
@@ -638,6 +640,7 @@ def test_a_value_that_could_not_be_computed_is_not_saved(tmp_path: Path, format:
     assert equal(plain(dtorch.load(path)), {"a": value(3)}) and os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning", "ignore:.*nested tensors:UserWarning")
 def test_places_and_states_that_are_refused_at_the_call(tmp_path: Path) -> None:
     t = on(value(3), LINE, [Shard(0)])
     (tmp_path / "file").write_text("x")
@@ -654,6 +657,17 @@ def test_places_and_states_that_are_refused_at_the_call(tmp_path: Path) -> None:
     refused(lambda: dtorch.load(tmp_path / "x.pt"), "no checkpoint, truncated or damaged")
     with pytest.raises(FileNotFoundError):
         dtorch.load(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), "/dev/zero"):
+        refused(lambda name=name: dtorch.load(name), "neither a file nor a directory")
+    (tmp_path / "pipe").unlink()
+    for what, odd in (
+        ("of layout torch.sparse_coo", torch.eye(3).to_sparse()),
+        ("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)),
+        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ):
+        with pytest.raises(TypeError, match=f"'a.b' is {what}, and a checkpoint holds dense tensors"):
+            dtorch.save({"a": {"b": odd}, "t": t}, tmp_path / "x")
     with pytest.raises(TypeError, match=r"a\.b is a set"):
         dtorch.save({"a": {"b": {1}}, "t": t}, tmp_path / "x")
     with pytest.raises(ValueError, match="format='zip': write one of 'safetensors', 'dcp', 'torch'"):
