@@ -140,6 +140,9 @@ def decide(
 
 def _refuse_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise what torch says of a dim that is out of range: no placement would make that call right."""
+    stem = func._schema.name.removeprefix("aten::")
+    if stem.startswith("_") or "backward" in stem or "rnn" in stem:
+        return  # not made to be called by users, and so not checked: see _said_of_one_element
     error = _said_of_one_element(func, args, kwargs)
     if isinstance(error, IndexError) and str(error).startswith("Dimension out of range"):
         raise error from None
@@ -149,10 +152,20 @@ _ORDINARY = {torch.float32}
 # In the names of operators that want integers somewhere.
 _OF_INTEGERS = ("index", "gather", "scatter", "take", "put", "bitwise", "shift")
 _OF_DTYPES = ("dtype", "scalar type", "not implemented for")
+# Operators, besides pointwise ones, whose kernels are asked about dtypes: those that check all they are given.
+_ASKED = frozenset(
+    "_log_softmax _softmax addbmm addmm addmv addr baddbmm bmm convolution cumprod cumsum dot gather index index_add "
+    "index_copy index_fill index_put index_select linear logsumexp matmul mm mv prod scatter scatter_add sort take "
+    "take_along_dim topk vdot".split()
+)
 
 
 def _dtypes_may_be_wrong(call: Call) -> bool:
-    """Whether it is worth asking a kernel: hardly ever where all is float32, as in most calls."""
+    """Whether to ask a kernel: hardly ever where all is float32, as in most calls."""
+    func = call.func
+    stem = func._schema.name.removeprefix("aten::").rstrip("_")
+    if torch.Tag.pointwise not in func.tags and stem not in _ASKED:
+        return False
     if {s.dtype for s in call.specs} <= _ORDINARY:
         return bool(call.specs) and any(word in call.sig.op for word in _OF_INTEGERS)
     return True
@@ -167,26 +180,32 @@ def _refuse_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _said_of_one_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """What torch raises where all tensors of a call have one element. Of dims and dtypes it says the same then; what
-    else it says means nothing."""
+    else it says means nothing.
+
+    The other arguments stay, and need not fit these shapes: only for operators that check what they are given. Those
+    that torch calls itself (a recurrent layer's backward) do not, and would end this process.
+    """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return None  # what runs here must leave no trace
-    given = {k: _one_element(v) for k, v in kwargs.items() if k != "device"}
+    # A zero is an index that is in range; other operators divide by it.
+    fill = int(torch.Tag.pointwise in func.tags)
+    given = {k: _one_element(v, fill) for k, v in kwargs.items() if k != "device"}
     try:
-        func(*_one_element(args), **given)
+        func(*_one_element(args, fill), **given)
     except Exception as error:
         return error
     return None
 
 
-def _one_element(value: Any) -> Any:
-    """`value` with a tensor of at most one element in the place of each spec."""
+def _one_element(value: Any, fill: int) -> Any:
+    """`value` with a tensor of at most one element, `fill`, in the place of each spec."""
     t = type(value)
     if t is TensorSpec:
         # A dim of size 0 stays one: cat takes an empty vector for a tensor of any dims.
         shape = tuple(min(n, 1) for n in value.shape)
-        return torch.empty_strided(shape, (1,) * value.ndim, dtype=value.dtype).fill_(1)
+        return torch.empty_strided(shape, (1,) * value.ndim, dtype=value.dtype).fill_(fill)
     if t is list or t is tuple:
-        return t(_one_element(v) for v in value)
+        return t(_one_element(v, fill) for v in value)
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import dtorch
 from dtorch import Partial, Replicate, Shard, init_device_mesh
+from dtorch.runtime import plans
 from dtorch.runtime.client import client
 
 from .scripts import run_body
@@ -350,3 +352,25 @@ def test_dtypes_that_no_kernel_takes_are_refused_at_the_call_in_torchs_words(
     with pytest.raises(type(as_torch.value)) as caught:
         call(*(dtorch.distribute_tensor(t, mesh, [Replicate()]) for t in (x, i)))
     assert str(caught.value) == str(as_torch.value) and not isinstance(caught.value, dtorch.RemoteError)
+
+
+def test_no_kernel_is_asked_that_checks_nothing() -> None:
+    """A recurrent layer's backward trusts its arguments to fit: asked with other shapes it ended the client."""
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(8, 4, bidirectional=True, num_layers=2)
+    mesh = init_device_mesh("cpu", (2,))
+    x = dtorch.distribute_tensor(torch.randn(7, 2, 8), mesh, [Replicate()])
+    asked: list[str] = []
+    original = plans._said_of_one_element
+
+    def spy(func: Any, args: Any, kwargs: Any) -> Exception | None:
+        asked.append(func._schema.name)
+        return original(func, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "_said_of_one_element", spy)
+        out, _ = copy.deepcopy(lstm).to(mesh)(x)  # type: ignore[arg-type]
+        out.double().square().sum().backward()
+        out.double() @ torch.ones(8, 1, dtype=torch.float64)
+    assert any(name in asked for name in ("aten::mm", "aten::mul", "aten::bmm", "aten::addmm", "aten::matmul")), asked
+    assert not [name for name in asked if "rnn" in name or "backward" in name or "lstm" in name]
