@@ -550,7 +550,15 @@ def _shutdown_all() -> None:
         pool.shutdown()
 
 
+_early: Pool | None = None
+# Whether a pool was started early, or is needed no longer. Threads that name dtorch's first attribute at once are one.
+_prestarted = False
+_early_lock = threading.Lock()
+
+
 def _forked() -> None:
+    global _early_lock
+    _early_lock = threading.Lock()
     for pool in _live:
         pool._after_fork_in_child()
     _live.clear()
@@ -559,31 +567,37 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-_early: Pool | None = None
-
-
 def prestart() -> None:
-    """Start a pool's warden before anyone needs it; a failure shows when the pool is used."""
-    global _early
-    if _early is None and not _config.inside_executor:
+    """Start a pool's warden before anyone needs it, once; a failure shows when the pool is used."""
+    global _early, _prestarted
+    with _early_lock:
+        if _prestarted or _config.inside_executor:
+            return
         options = _config.current()
         with contextlib.suppress(PoolError):
+            _prestarted = True
             _early = Pool(options)
             _early.prestart()
 
 
+def _take_early() -> Pool | None:
+    global _early, _prestarted
+    with _early_lock:
+        _prestarted = True
+        found, _early = _early, None
+        return found
+
+
 def stop_early() -> None:
     """End the pool that was started early, if nobody has come to use it."""
-    global _early
-    found, _early = _early, None
+    found = _take_early()
     if found is not None:
         found.shutdown()
 
 
 def adopt(options: Config) -> Pool:
     """The pool that was started early, if its options are `options`; else a new one."""
-    global _early
-    found, _early = _early, None
+    found = _take_early()
     if found is not None:
         if found.config == options and found.error() is None:
             return found
