@@ -1,5 +1,7 @@
 # Every target makes what it needs: `make demo` on a fresh clone is enough.
 PYTHON ?= python3
+# Processes that run tests; each test has executors of its own besides.
+WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -11,7 +13,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 help:
 	@echo "make demo         train a small GPT over 2 CPU executors: data-parallel, then tensor-parallel"
 	@echo "make serve        sentence embeddings of a real model over HTTP, at port 8000 (SERVE_ARGS='--tp 2')"
-	@echo "make test         all tests (PYTEST_ARGS='-k ring' for some of them)"
+	@echo "make test         all tests (PYTEST_ARGS='-k ring' for some of them; WORKERS=4 on a larger machine)"
 	@echo "make soak         deaths, random programs, a million operators, for 20 minutes (SOAK_ARGS='--seconds 120')"
 	@echo "make check        ruff, pyright, import-linter: what CI checks besides the tests"
 	@echo "make bench        the benchmarks, each beside a named peer"
