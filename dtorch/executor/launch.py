@@ -18,7 +18,7 @@ from ..runtime.limits import explain
 from .messages import Death, close_all, exit_reason, receive, send
 from .names import Names
 
-__all__ = ["WardenProcess", "is_open", "occupy_standard_streams"]
+__all__ = ["WardenProcess", "has_ended", "is_open", "occupy_standard_streams"]
 
 # What the warden's environment has in place of the user's (None: nothing), while it imports. OpenBLAS would start a
 # thread when numpy is imported, and PYTHONINSPECT would keep a failed warden waiting for input.
@@ -239,3 +239,14 @@ def _absolute(entry: str) -> str:
     """An entry of ``sys.path`` as the import system has resolved it, before a change of directory maybe."""
     finder = sys.path_importer_cache.get(entry)
     return getattr(finder, "path", entry) if entry and not os.path.isabs(entry) else entry
+
+
+def has_ended(pid: int) -> bool:
+    """Whether process `pid`, which need not be a child of this one, runs no longer."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # no descriptor is left, say: nothing is known
+        return False

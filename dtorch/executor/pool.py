@@ -45,7 +45,7 @@ from ..runtime.shared import (
     executor_line,
 )
 from .doings import Doings
-from .launch import WardenProcess, occupy_standard_streams
+from .launch import WardenProcess, has_ended, occupy_standard_streams
 from .messages import FORK_BATCH, Death
 from .names import PlanName
 from .telling import take_token
@@ -58,6 +58,7 @@ __all__ = ["Death", "Pool", "adopt", "prestart", "stop_early"]
 # Events may be taken in by another waiter, so nobody sleeps longer than this between two looks.
 _RECHECK = 0.02
 _RECHECK_DEATH = 0.5
+_SILENCE = 2.0  # seconds that the warden may take to tell of a death
 _RESTART = "dtorch.restart() starts a fresh pool"
 
 
@@ -114,6 +115,9 @@ class Pool:
         self._refused: str | None = None
         self._due: float | None = None  # when the executors that were requested must be ready
         self._hello: dict[str, Any] | None = None
+        # Executors that had ended untold at the last look, and when to look next.
+        self._untold: set[int] = set()
+        self._next_look = 0.0
 
     # -- starting -----------------------------------------------------------------------------------------------
 
@@ -410,6 +414,7 @@ class Pool:
                     self._warden_death = self._warden.death()
                     self._declare_dead()
                 self._look_at_start()
+                self._look_at_silence(self._warden.pid)
             return not (self._deaths or self._warden_death or self._refused)
 
     def _look_at_start(self) -> None:
@@ -423,6 +428,19 @@ class Pool:
             self._refused = self._lateness(self._wanted)
         if self._refused is not None:
             self._due = None
+            self._declare_dead()
+
+    def _look_at_silence(self, warden: int) -> None:
+        """Notice an executor that has ended where the warden, which is to tell of it, says nothing for seconds."""
+        now = time.monotonic()
+        if now < self._next_look or self._deaths or self._warden_death is not None:
+            return
+        self._next_look = now + _SILENCE
+        before, self._untold = self._untold, {e for e, pid in self._pids.items() if has_ended(pid)}
+        for e in sorted(before & self._untold):
+            reason = f"has ended, and process {warden}, which is to say how, does not answer: it is stopped, or starved"
+            self._deaths.append(Death(e, self._pids[e], reason, ()))
+        if self._deaths:
             self._declare_dead()
 
     def error(self) -> PoolError | None:

@@ -39,7 +39,7 @@ print(t.sum().item(), value(), len(client().pool.alive))
 def test_ctrl_c_while_it_starts(moment: str) -> None:
     """A program that does nothing about it ends as any program does: one traceback, the signal's status, no process."""
     code = {
-        # The warden imports torch meanwhile. Not the program: code of torch's swallows a KeyboardInterrupt now and then.
+        # The warden imports torch meanwhile, not the program: code of torch's swallows KeyboardInterrupts now and then.
         "importing": "import os, dtorch\ndtorch.Shard\nprint(flush=True)\nos.read(0, 1)",
         "starting": USE.replace("x =", "print(flush=True)\nx ="),
         "waiting": TWO + "t = stuck()\nprint(flush=True)\nt.to_torch()",
@@ -302,3 +302,27 @@ def test_killed_while_the_pool_starts(seconds: float) -> None:
         client.process.kill()
         client.process.wait()
         assert client.gone() == []
+
+
+@pytest.mark.parametrize("how", ["thread", "asyncio"])
+def test_a_death_that_the_warden_cannot_tell_of_is_noticed(how: str) -> None:
+    """It is stopped, by a debugger say; so nobody tells of the death, and nobody else waits for it for ever."""
+    wait = {"thread": "t.to_torch()", "asyncio": "asyncio.run(main())"}[how]
+    ended = run(
+        TWO
+        + f"""
+import asyncio
+async def main(): await t
+t = stuck()
+os.kill(client().pool.warden_pid, signal.SIGSTOP)
+os.kill(client().pool.pids[1], signal.SIGKILL)
+began = time.monotonic()
+try:
+    {wait}
+except dtorch.ExecutorDiedError as error:
+    print("executor 1 " in str(error), "does not answer" in str(error), time.monotonic() - began < 15)
+dtorch.restart()
+print(dtorch.ones(2).sum().item())
+"""
+    )
+    assert (ended.status, ended.out, ended.left) == (0, "True True True\n2.0\n", []), ended.err
