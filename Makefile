@@ -42,7 +42,7 @@ serve: $(STAMP)-serve,hf
 	$(BIN)/python examples/serve_embeddings.py $(SERVE_ARGS)
 
 test: $(STAMP)-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(STAMP)-test
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
