@@ -31,6 +31,8 @@ __all__ = ["Budget", "RestartHook", "Restoration", "hooks", "on_restart", "resto
 
 log = logging.getLogger("dtorch")
 
+_RECHECK = 0.2  # seconds that a thread waits before it looks for Ctrl-C
+
 _registered: list[RestartHook] = []
 # Set for the code of hooks: which restoration it is part of.
 restoring: ContextVar[Restoration | None] = ContextVar("dtorch_restoring", default=None)
@@ -142,7 +144,8 @@ class Restoration:
             threading.Thread(target=self._run_in_thread, name="dtorch-restart", daemon=True).start()
         with self._condition:
             while self._running:
-                self._condition.wait()
+                # Not for ever at once: a signal that comes just before a lock is waited for is seen only after.
+                self._condition.wait(_RECHECK)
 
     def run_in_loop(self) -> None:
         """Have the hooks run in a task of the running loop, unless they run already; does not wait."""
