@@ -26,7 +26,7 @@ FORMATS = ("safetensors", "dcp", "torch")
 # What torch's reader raises where a file holds noise.
 _NOISE = (RuntimeError, EOFError, zipfile.BadZipFile, LookupError, ValueError, OSError, TypeError, AttributeError,
           AssertionError, OverflowError, MemoryError, struct.error)  # fmt: skip
-_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # in the head of files that torch wrote before zip files
 
 
 def save(obj: Any, f: Any, *args: Any, format: str | None = None, **kwargs: Any) -> None:
@@ -171,7 +171,7 @@ def _torch_load(f: Any, path: str, options: dict[str, Any]) -> Any:
     with plain_factories():
         if not path:
             return torch.load(f, **options)
-        whole = _is_whole_zip(path)
+        whole = _is_torchs(path)
         try:
             return torch.load(path, **options)
         except FileNotFoundError:
@@ -180,16 +180,17 @@ def _torch_load(f: Any, path: str, options: dict[str, Any]) -> Any:
             if whole and "Unsupported global" in str(error):
                 raise  # torch says how to load what it does not load by default
             raise CheckpointError(f"{path}: no checkpoint, truncated or damaged") from error
-        except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as error:
+        except _NOISE as error:
             raise CheckpointError(f"{path}: no checkpoint, truncated or damaged: {_line(error)}") from None
 
 
-def _is_whole_zip(path: str) -> bool:
-    """Whether the file at `path` is one that torch has written since it writes zip files, its checksums right: torch
-    itself does not look at them."""
+def _is_torchs(path: str) -> bool:
+    """Whether the file at `path` is one that torch has written: a zip file, its checksums right (torch itself does not
+    look at them), or one of the time before, which has none."""
     try:
         if not zipfile.is_zipfile(path):
-            return False
+            with open(path, "rb") as file:
+                return _MAGIC in file.read(32)
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
     except FileNotFoundError:
