@@ -155,6 +155,8 @@ def socket_messages(lots: random.Random) -> None:
 class _StandIn:
     """A warden that says what it is told to."""
 
+    pid = 1
+
     def __init__(self, said: list[bytes]) -> None:
         self._said = said
 
