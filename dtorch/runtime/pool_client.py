@@ -89,7 +89,9 @@ class Client:
             on_block=self._on_block,
             over_bound=self.over_bound,
         )
-        self.writer = Writer(self.state, self.config, in_loop=in_event_loop, while_waiting=self.check)
+        self.writer = Writer(
+            self.state, self.config, in_loop=in_event_loop, while_waiting=self.check, while_unlocked=self.look
+        )
         self.failures = Failures(self)
         self.pool.text_of = lambda message: report(self, message)
         self.pid = os.getpid()

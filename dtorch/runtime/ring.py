@@ -100,6 +100,7 @@ class Writer:
         lock: held around every write.
         readers: executors that read the ring.
         while_waiting: called again and again while a bound makes a call wait; may raise to end the wait.
+        while_unlocked: called as often with the lock let go: for draining replies, which executors may wait for.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Writer:
         *,
         in_loop: Callable[[], bool] = _never,
         while_waiting: Callable[[], None] = _nothing,
+        while_unlocked: Callable[[], None] = _nothing,
     ) -> None:
         self.state = state
         self.control = state.control
@@ -121,6 +123,7 @@ class Writer:
         self.lock = threading.Lock()
         self.readers: tuple[int, ...] = ()
         self.while_waiting = while_waiting
+        self.while_unlocked = while_unlocked
         self._in_loop = in_loop
         self._soft = config.run_ahead_soft
         self._hard = config.run_ahead_hard
@@ -290,6 +293,7 @@ class Writer:
             )
         self.lock.release()
         try:
+            self.while_unlocked()
             if tries < _YIELDS:
                 os.sched_yield()
             else:

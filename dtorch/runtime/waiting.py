@@ -136,6 +136,7 @@ class Waiting:
             if not self._spin(ready, deadline) and not self._sleep(ready, deadline):
                 return False
         while self._throttled() and not in_event_loop() and (deadline is None or time.monotonic() < deadline):
+            self.on_wake()  # executors whose reply ring is full wait for that
             time.sleep(_THROTTLE)
         return True
 
@@ -166,7 +167,8 @@ class Waiting:
         self.pausing += 1
         try:
             # Executors do not tell how far they are, so this is looked at from time to time.
-            while self._throttled():  # noqa: ASYNC110
+            while self._throttled():
+                self.on_wake()  # executors whose reply ring is full wait for that
                 await anyio.sleep(_THROTTLE)
         finally:
             self.pausing -= 1

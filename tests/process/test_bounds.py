@@ -194,3 +194,38 @@ def test_more_values_than_slots_are_refused_and_all_others_come() -> None:
             x.to_torch_async()
     assert [f.get(20).item() for f in asked] == [1.0] * 64
     assert x.item() == 1
+
+
+@pytest.mark.parametrize("where", ["thread", "loop", "hard bound"])
+def test_what_pauses_takes_in_failures_that_executors_wait_to_tell(where: str) -> None:
+    """More failures than their reply ring holds, while somebody waits for them to catch up: both sides waited."""
+    dtorch.shutdown()
+    before = config.current()
+    hard = 200 if where == "hard bound" else 100_000
+    dtorch.configure(run_ahead_soft=100, run_ahead_hard=hard, reply_bytes=4096)
+    try:
+        weight, rows = dtorch.ones(8, 4), dtorch.tensor([99])
+        first = weight.to_torch_async()
+        assert first.wait(20)
+        failed = [torch.nn.functional.embedding(rows, weight) for _ in range(600)]
+
+        async def main() -> torch.Tensor:
+            with stopped():
+                failed.extend(torch.nn.functional.embedding(rows, weight) for _ in range(150))
+            return await asyncio.wait_for(_value(first), 20)
+
+        value = asyncio.run(main()) if where == "loop" else first.get(20)
+        assert torch.equal(value, torch.ones(8, 4))
+        with pytest.raises(IndexError):
+            failed[-1].sum().item()
+        assert weight.sum().item() == 32
+        client().drain()
+        client().failures._asked |= set(client().failures._reports)
+    finally:
+        dtorch.shutdown()
+        names = ("run_ahead_soft", "run_ahead_hard", "reply_bytes")
+        dtorch.configure(**{name: getattr(before, name) for name in names})
+
+
+async def _value(future: dtorch.TensorFuture[torch.Tensor]) -> torch.Tensor:
+    return await future
