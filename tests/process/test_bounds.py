@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ import torch
 import dtorch
 from dtorch.runtime import config
 from dtorch.runtime.client import client
+
+from .stopping import stopped
 
 KIB_64 = torch.arange(16_384, dtype=torch.float32)  # fourteen of them fill what the arena has for uploads
 
@@ -28,17 +29,6 @@ def _small() -> Iterator[None]:
     yield
     dtorch.shutdown()
     dtorch.configure(arena_bytes=before.arena_bytes, slots=before.slots)
-
-
-@contextmanager
-def stopped() -> Iterator[None]:
-    """The executor does nothing."""
-    pid = client().pool.pids[0]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_uploads_that_are_faster_than_executors_wait() -> None:

@@ -6,9 +6,6 @@ random.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +16,8 @@ from dtorch import Replicate, Shard, init_device_mesh
 from dtorch.runtime.client import client
 from dtorch.runtime.command import CONTROL
 from dtorch.runtime.reply import _REPLY_DATA, _REPLY_WRITE
+
+from .stopping import stopped
 
 
 @pytest.fixture
@@ -33,19 +32,6 @@ def x() -> Iterator[dtorch.Tensor]:
 
 def _sum(t: dtorch.Tensor) -> Any:
     return (t + t).redistribute(placements=[Replicate()]).sum().to_torch_async()
-
-
-@contextlib.contextmanager
-def stopped() -> Iterator[None]:
-    """Inside, no executor runs."""
-    pids = list(client().pool.pids.values())
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def _records(start: int) -> list[int]:

@@ -7,10 +7,8 @@ that only say how far somebody has come.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +21,7 @@ from dtorch.runtime.client import client
 from dtorch.runtime.command import CONTROL
 from dtorch.runtime.reply import _REPLY_DATA, _REPLY_WRITE
 
+from ..process.stopping import stopped
 from .parts import Violation
 
 __all__ = ["Trials"]
@@ -78,20 +77,6 @@ def _right(got: Any, wanted: Any) -> None:
         raise Violation(f"{got}, where {wanted} was due")
 
 
-@contextlib.contextmanager
-def _stopped() -> Iterator[None]:
-    """Inside, no executor runs."""
-    pids = list(client().pool.pids.values())
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
 def _told_or(wanted: float, use: Callable[[], torch.Tensor]) -> float:
     """Seconds until `use` gave what is `wanted`, or raised one of dtorch's errors."""
     began = time.monotonic()
@@ -113,7 +98,7 @@ def _noise(lots: random.Random) -> int:
 def _status_words(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, n: int) -> float:
     """Answers to values that nobody has computed yet."""
     c = client()
-    with _stopped():
+    with stopped():
         future = (x * 2).to_torch_async()
         for slot, generation in c.slots._generations.items():
             for e in (0, 1):
@@ -127,7 +112,7 @@ def _reply_ring(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, 
     """What an executor is said to have said."""
     reader = lots.choice(list(client().pool.replies().values()))
     words = reader._words
-    with _stopped():
+    with stopped():
         future = (x * 2).to_torch_async()
         at = words[_REPLY_WRITE]
         for i in range(lots.randint(1, 8)):
@@ -155,7 +140,7 @@ def _issued(x: dtorch.Tensor, values: int) -> tuple[list[int], Any]:
 def _headers(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, n: int) -> float:
     """Lengths and plans of commands."""
     _issued(x, 3)[1].get(_HANGS)  # plans are there
-    with _stopped():
+    with stopped():
         places, future = _issued(x, 3)
         for p in lots.sample(places, lots.randint(1, len(places))):
             head = client().writer.ring[p]
@@ -168,7 +153,7 @@ def _headers(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, n: 
 def _refs(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, n: int) -> float:
     """Names of values that nobody has."""
     _issued(x, 3)[1].get(_HANGS)
-    with _stopped():
+    with stopped():
         places, future = _issued(x, 3)
         ring = client().writer.ring
         for p in lots.sample(places, 2):
@@ -179,7 +164,7 @@ def _refs(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, n: int
 
 def _definitions(lots: random.Random, mesh: dtorch.DeviceMesh, x: dtorch.Tensor, n: int) -> float:
     """Definitions of plans, pickled."""
-    with _stopped():
+    with stopped():
         fresh = dtorch.ones(n, device_mesh=mesh, placements=[Shard(0)])
         places, future = _issued(fresh, 2)
         ring, raw = client().writer.ring, client().state.ring_bytes
